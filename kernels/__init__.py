@@ -1,0 +1,1 @@
+"""LoRA kernels for mixture-of-experts layers."""

@@ -1,0 +1,1 @@
+"""Read adapters, place their modules on ranks, write and read shard sets."""

@@ -1,0 +1,1 @@
+"""Check a shard set against the adapter it was made from."""
