@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if Path(p or os.getcwd()).resolve() != ROOT]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import torch  # noqa: E402
+import torch
 
 HAS_GPU = torch.cuda.is_available()
 REQUIRE_GPU = os.environ.get("MOELORA_REQUIRE_GPU") == "1"

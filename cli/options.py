@@ -1,0 +1,60 @@
+"""Options that more than one command has, each written once so that they mean the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+ShardDtype = Literal["keep", "bfloat16", "float16", "float32"]
+TargetLayout = Literal["source", "per_expert", "target_parameters"]
+Device = Literal["auto", "cuda", "cpu"]
+Kernel = Literal["auto", "triton", "torch"]
+VerifyDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+AdapterArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="ADAPTER", help="Adapter: a folder with adapter_config.json, or a Hub id."
+    ),
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        metavar="B",
+        help="Base model: a folder or a Hub id. Default: the one that the adapter names.",
+    ),
+]
+BaseConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--base-config",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="The base model's config.json. Default: looked up by the base model's name.",
+    ),
+]
+RevisionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--revision",
+        metavar="R",
+        help="Branch, tag or commit of ADAPTER on the Hub. Default: the main branch.",
+    ),
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace the output folder if it exists. Default: refuse.")
+]
+JsonOption = Annotated[
+    bool,
+    typer.Option("--json", help="Write the report as one JSON document. Default: text."),
+]
+
+
+def examples(*lines: str) -> str:
+    """Return a help epilog that keeps every example on its own line."""
+    # Click's formatter leaves a paragraph that starts with a lone \b as it stands.
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,113 @@
+"""Who reads which stream: stdout carries the report, stderr everything else.
+
+With ``--json`` stdout holds exactly one JSON document, for errors too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from enum import Enum
+from typing import Any, TextIO
+
+from moelora.slicing.errors import OutputError
+
+SCHEMA_VERSION = 1
+
+
+class Output:
+    """Where one command's lines go. Get one from ``reporting``.
+
+    stdout: the stream of the report, kept here because ``sys.stdout`` is redirected meanwhile.
+    """
+
+    def __init__(self, command: str, as_json: bool, stdout: TextIO) -> None:
+        self._command = command
+        self._as_json = as_json
+        self._stdout = stdout
+
+    def report(self, document: Mapping[str, Any], text: str) -> None:
+        """Write the report to stdout: ``document`` with ``--json``, else ``text``."""
+        if self._as_json:
+            write_document(self._command, document, self._stdout)
+        else:
+            _write(text, self._stdout)
+
+    def say(self, line: str) -> None:
+        """Write one line of a report that grows while the command runs."""
+        _write(line, sys.stderr if self._as_json else self._stdout)
+
+    def warn(self, message: str) -> None:
+        """Tell the user on stderr that something deserves a look."""
+        print(f"warning: {message}", file=sys.stderr)
+
+    def note(self, line: str) -> None:
+        """Write one line for the person at the terminal, to stderr."""
+        print(line, file=sys.stderr)
+
+
+@contextmanager
+def reporting(command: str, as_json: bool) -> Iterator[Output]:
+    """Yield the command's ``Output``; until the end, any other print goes to stderr.
+
+    The libraries underneath may print. One stray line on stdout and ``| jq`` fails.
+    """
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr):
+        yield Output(command, as_json, stdout)
+
+
+@contextmanager
+def progress_bar(total_bytes: int, label: str) -> Iterator[Callable[[int], None] | None]:
+    """Yield a callback that takes bytes done, or None when no person watches stderr."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total_bytes, desc=label, unit="B", unit_scale=True, file=sys.stderr) as bar:
+        yield lambda n: bar.update(n) and None
+
+
+def write_document(command: str | None, document: Mapping[str, Any], stdout: TextIO) -> None:
+    """Write one JSON document that starts with ``schema_version`` and ``command``."""
+    head: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+    if command:
+        head["command"] = command
+    whole = head | dict(document) | head
+    _write(json.dumps(_plain(whole), indent=2, allow_nan=False), stdout)
+
+
+def _write(text: str, stream: TextIO) -> None:
+    """Write and flush, so that a reader that went away shows here and not at shutdown.
+
+    Raises:
+        OutputError: the reader closed the stream.
+    """
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError as error:
+        # Python flushes stdout once more at exit; give that flush a place to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise OutputError("stdout was closed before the report was written") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` as JSON can hold it; NaN and infinity, which it cannot, become null."""
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(_plain(item) for item in value)
+    return str(value)

@@ -1,0 +1,192 @@
+"""``moelora shard``: cut an adapter into one file per rank."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moelora.cli.exit_codes import ExitCode
+from moelora.cli.options import (
+    AdapterArgument,
+    BaseConfigOption,
+    BaseOption,
+    ForceOption,
+    JsonOption,
+    RevisionOption,
+    ShardDtype,
+    examples,
+)
+from moelora.cli.output import Output, progress_bar, reporting
+from moelora.slicing.layout import RankOrder
+
+if TYPE_CHECKING:
+    from moelora.slicing.adapter import Adapter
+    from moelora.slicing.base_model import BaseModel
+    from moelora.slicing.plan import ShardPlan
+
+EPILOG = examples(
+    "moelora shard ./my-adapter --tp 4 --ep 2",
+    "moelora shard ./my-adapter --tp 8 --base ./Qwen3-30B-A3B -o ./shards",
+    "moelora shard ./my-adapter --tp 4 --ep 2 --dry-run --json | jq .warnings",
+)
+
+TpOption = Annotated[
+    int, typer.Option("--tp", metavar="N", help="Tensor-parallel size: number of ranks.")
+]
+EpOption = Annotated[
+    int,
+    typer.Option("--ep", metavar="M", help="Expert-parallel size, in ranks; divides --tp."),
+]
+MoeDpOption = Annotated[
+    int,
+    typer.Option("--moe-dp", metavar="D", help="Data-parallel size of the MoE layers, in ranks."),
+]
+RankOrderOption = Annotated[
+    RankOrder,
+    typer.Option(
+        "--rank-order",
+        help="Order of the ranks: ep_major (SGLang) or tp_major (TensorRT-LLM).",
+    ),
+]
+PlacementOption = Annotated[
+    str,
+    typer.Option(
+        "--expert-placement",
+        metavar="linear|round_robin|FILE",
+        help="Which expert ids each rank owns; FILE holds a JSON table per layer.",
+    ),
+]
+UnevenOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-uneven-experts",
+        help="Let the first ranks own one expert more when --ep does not divide the experts. "
+        "Default: refuse, as SGLang and TensorRT-LLM do.",
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--out",
+        metavar="DIR",
+        help="Output folder. Default: ADAPTER-tpN-epM in the current folder.",
+    ),
+]
+DtypeOption = Annotated[
+    ShardDtype,
+    typer.Option("--dtype", help="Number type of the shards; keep copies the bits."),
+]
+RanksOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ranks", metavar="LIST", help="Write only these ranks, such as 0,3-5. Default: all."
+    ),
+]
+DryRunOption = Annotated[
+    bool,
+    typer.Option(
+        "-n",
+        "--dry-run",
+        help="Print the plan, from metadata only, and write nothing. Default: write.",
+    ),
+]
+StrictOption = Annotated[
+    bool,
+    typer.Option(
+        "--strict", help="Refuse what would be skipped with a warning. Default: warn and skip."
+    ),
+]
+
+
+def shard(
+    adapter: AdapterArgument,
+    tp: TpOption,
+    ep: EpOption = 1,
+    moe_dp: MoeDpOption = 1,
+    rank_order: RankOrderOption = "ep_major",
+    expert_placement: PlacementOption = "linear",
+    allow_uneven_experts: UnevenOption = False,
+    base: BaseOption = None,
+    base_config: BaseConfigOption = None,
+    revision: RevisionOption = None,
+    out_dir: OutOption = None,
+    dtype: DtypeOption = "keep",
+    ranks: RanksOption = None,
+    dry_run: DryRunOption = False,
+    force: ForceOption = False,
+    strict: StrictOption = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Cut an adapter into one file per rank, plus a manifest.
+
+    A base that is not on this machine is looked up on the Hub, its config only. The output folder
+    appears whole or not at all; the same input gives the same bytes.
+    """
+    with reporting("shard", as_json) as out:
+        from moelora.slicing.adapter import Adapter
+        from moelora.slicing.layout import ExpertPlacement, ParallelLayout, parse_ranks
+        from moelora.slicing.plan import plan_shards
+
+        layout = ParallelLayout(tp, ep, moe_dp, rank_order)
+        placement = ExpertPlacement.parse(expert_placement, allow_uneven=allow_uneven_experts)
+        wanted = parse_ranks(ranks, tp) if ranks is not None else None
+        with Adapter.open(adapter, revision) as opened:
+            base_model = _load_base(opened, base, base_config)
+            plan = plan_shards(opened, base_model, layout, placement, dtype=dtype, strict=strict)
+            for warning in plan.warnings:
+                out.warn(warning)
+            target = out_dir or Path(plan.out_name)
+            if dry_run:
+                _report_dry_run(plan, target, force, out)
+                return ExitCode.OK
+            _write(plan, target, wanted, force, out)
+        if wanted is not None and len(wanted) < tp:
+            out.note(f"{len(wanted)} of {tp} ranks written: verify needs all of them")
+        out.note(f"next: {verify_line(target, adapter, base, base_config, revision)}")
+        return ExitCode.OK
+
+
+def verify_line(
+    shards: Path, adapter: str, base: str | None, base_config: Path | None, revision: str | None
+) -> str:
+    """Return the ``moelora verify`` command for this shard set, quoted for a shell."""
+    words = ["moelora", "verify", str(shards), "--adapter", adapter]
+    for flag, value in (("--base", base), ("--base-config", base_config), ("--revision", revision)):
+        if value is not None:
+            words += [flag, str(value)]
+    return shlex.join(words)
+
+
+def _load_base(adapter: Adapter, base: str | None, base_config: Path | None) -> BaseModel:
+    from moelora.slicing.base_model import load_base_model
+    from moelora.slicing.errors import UsageError
+
+    config_file = str(base_config) if base_config else None
+    name = base or adapter.base_name or config_file
+    if name is None:
+        raise UsageError(
+            f"{adapter.name_or_path}: its adapter_config.json names no base model",
+            hint="say which one with --base B, or give its config.json with --base-config FILE",
+        )
+    return load_base_model(name, config_file=config_file)
+
+
+def _report_dry_run(plan: ShardPlan, target: Path, force: bool, out: Output) -> None:
+    out.report(plan.to_json(), plan.to_text())
+    out.note(f"dry run: nothing written; the shards would go to {target}")
+    if target.exists() and not force:
+        out.warn(f"{target} exists: without --force the real run would stop (exit code 6)")
+
+
+def _write(
+    plan: ShardPlan, target: Path, ranks: list[int] | None, force: bool, out: Output
+) -> None:
+    from moelora.slicing.write import write_shards
+
+    with progress_bar(plan.total_bytes(ranks), "shard") as progress:
+        report = write_shards(plan, target, ranks=ranks, force=force, progress=progress)
+    out.report(report.to_json(), report.to_text())

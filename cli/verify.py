@@ -1,0 +1,126 @@
+"""``moelora verify``: do the shards compute what the adapter computes?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moelora.cli.options import (
+    BaseConfigOption,
+    BaseOption,
+    Device,
+    JsonOption,
+    Kernel,
+    RevisionOption,
+    VerifyDtype,
+    examples,
+)
+from moelora.cli.output import reporting
+
+EPILOG = examples(
+    "moelora verify ./my-adapter-tp4-ep2 --adapter ./my-adapter",
+    "moelora verify ./shards --adapter ./my-adapter --base ./Qwen3-30B-A3B --device cuda",
+    "moelora verify ./shards --adapter ./my-adapter --random-base --json | jq .verdict",
+)
+
+ShardsArgument = Annotated[
+    Path,
+    typer.Argument(metavar="SHARDS", help="Shard set: the folder with moelora.json."),
+]
+AdapterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        metavar="A",
+        help="The adapter that was sharded: a folder or a Hub id. Default: the one that the "
+        "manifest names.",
+    ),
+]
+RandomBaseOption = Annotated[
+    bool,
+    typer.Option(
+        "--random-base",
+        help="Use random weights, made from the base model's config alone; the report says so. "
+        "Default: the base model's own weights.",
+    ),
+]
+DeviceOption = Annotated[
+    Device,
+    typer.Option("--device", help="Where to compute; auto takes a GPU when there is one."),
+]
+KernelOption = Annotated[
+    Kernel,
+    typer.Option(
+        "--kernel",
+        help="What computes the experts' deltas; auto takes triton on a GPU, else torch.",
+    ),
+]
+DtypeOption = Annotated[
+    VerifyDtype,
+    typer.Option("--dtype", help="Number type of the logits check; auto goes by the device."),
+]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Text to compare on, one prompt per line. Default: random tokens.",
+    ),
+]
+TokensOption = Annotated[
+    int,
+    typer.Option("--tokens", metavar="N", min=1, help="Number of tokens to compare on."),
+]
+SeedOption = Annotated[
+    int,
+    typer.Option("--seed", metavar="N", min=0, help="Seed of all random numbers."),
+]
+
+
+def verify(
+    shards: ShardsArgument = Path("."),
+    adapter: AdapterOption = None,
+    base: BaseOption = None,
+    base_config: BaseConfigOption = None,
+    random_base: RandomBaseOption = False,
+    revision: RevisionOption = None,
+    device: DeviceOption = "auto",
+    kernel: KernelOption = "auto",
+    dtype: DtypeOption = "auto",
+    prompts: PromptsOption = None,
+    tokens: TokensOption = 64,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> int:
+    """Boot the shards and compare them with the unsharded adapter.
+
+    Exit code 0 only when something was compared and all of it agreed; 1 on a mismatch; 5 when
+    nothing was checked.
+    """
+    if kernel == "triton" and device == "cpu":
+        # Without a GPU Triton can only interpret, and it decides that when first imported.
+        os.environ["TRITON_INTERPRET"] = "1"
+    with reporting("verify", as_json) as out:
+        from moelora.validate import verify as compare
+
+        report = compare(
+            shards,
+            adapter=adapter,
+            base=base,
+            base_config=str(base_config) if base_config else None,
+            revision=revision,
+            device=device,
+            kernel=kernel,
+            dtype=dtype,
+            prompts=prompts,
+            tokens=tokens,
+            seed=seed,
+            random_base=random_base,
+        )
+        out.report(report.to_json(), report.to_text())
+        return report.exit_code

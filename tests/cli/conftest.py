@@ -1,0 +1,169 @@
+"""A stand-in for the library, so that these tests see the command line alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Self
+
+import pytest
+
+from moelora.cli.main import run
+
+
+@dataclass
+class Result:
+    """What one command line did."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Report:
+    """A report as the library returns it."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.document: dict[str, Any] = {"kind": "report"}
+        self.faults: list[str] = []
+        self.verdict = "pass"
+        self.exit_code = 0
+        self.__dict__.update(fields)
+
+    def to_json(self) -> dict[str, Any]:
+        return self.document
+
+    def to_text(self) -> str:
+        return "the report"
+
+
+class FakeAdapter:
+    """An open adapter; the class attribute is what its config names."""
+
+    base: str | None = "org/base"
+
+    def __init__(self, name: str) -> None:
+        self.name_or_path = name
+
+    @property
+    def base_name(self) -> str | None:
+        return type(self).base
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@dataclass
+class FakeLibrary:
+    """calls: (function, arguments) in order. raises: function name to the error it raises."""
+
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    raises: dict[str, BaseException] = field(default_factory=dict)
+    reports: dict[str, Report] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    prints: str = ""
+
+    def call(self, name: str, /, **arguments: Any) -> Report:
+        self.calls.append((name, arguments))
+        if self.prints:
+            print(self.prints)
+        if name in self.raises:
+            raise self.raises[name]
+        return self.reports.get(name, Report())
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        """Return the arguments of the only call of ``name``."""
+        (found,) = [arguments for called, arguments in self.calls if called == name]
+        return found
+
+    def open(self, name: str, revision: str | None = None) -> FakeAdapter:
+        self.call("open", name=name, revision=revision)
+        return FakeAdapter(name)
+
+    def load_base_model(self, name: str, **kwargs: Any) -> Any:
+        self.call("load_base_model", name=name, **kwargs)
+        return SimpleNamespace(name_or_path=name)
+
+    def inspect_adapter(self, adapter: FakeAdapter, base: Any) -> Report:
+        return self.call("inspect_adapter", adapter=adapter, base=base)
+
+    def plan_shards(
+        self, adapter: FakeAdapter, base: Any, layout: Any, placement: Any, **kwargs: Any
+    ) -> Report:
+        plan = self.call("plan_shards", layout=layout, placement=placement, base=base, **kwargs)
+        plan.__dict__.update(
+            warnings=self.warnings,
+            out_name=f"adapter-tp{layout.tp_size}-ep{layout.moe_ep_size}",
+            total_bytes=lambda ranks: 100,
+        )
+        return plan
+
+    def write_shards(self, plan: Report, out_dir: Path, **kwargs: Any) -> Report:
+        if kwargs["progress"]:
+            kwargs["progress"](100)
+        return self.call("write_shards", out_dir=out_dir, **kwargs)
+
+    def unshard(self, shards: Path, out_dir: Path, **kwargs: Any) -> Report:
+        return self.call("unshard", shards=shards, out_dir=out_dir, **kwargs)
+
+    def verify(self, shards: Path, **kwargs: Any) -> Report:
+        return self.call("verify", shards=shards, **kwargs)
+
+    def run_demo(self, out_dir: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
+        say("step 1")
+        return self.call("run_demo", out_dir=out_dir).document
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    """Replace every library module that a command imports; returns the record of the calls."""
+    fake = FakeLibrary()
+    modules = {
+        "moelora.slicing.adapter": {"Adapter": SimpleNamespace(open=fake.open)},
+        "moelora.slicing.base_model": {"load_base_model": fake.load_base_model},
+        "moelora.slicing.inspect": {"inspect_adapter": fake.inspect_adapter},
+        "moelora.slicing.plan": {"plan_shards": fake.plan_shards},
+        "moelora.slicing.write": {"write_shards": fake.write_shards},
+        "moelora.slicing.unshard": {"unshard": fake.unshard},
+        "moelora.validate": {"verify": fake.verify},
+        "moelora.validate.demo": {"run_demo": fake.run_demo},
+    }
+    for name, attributes in modules.items():
+        module = ModuleType(name)
+        module.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(FakeAdapter, "base", "org/base")
+    return fake
+
+
+@pytest.fixture
+def moelora(
+    library: FakeLibrary, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Result]:
+    """Return a function that runs one command line in this process on the stand-in library."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # Typer sets its own
+
+    def call(*args: str) -> Result:
+        code = run(list(args))
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def adapter_class() -> type[FakeAdapter]:
+    """The stand-in's adapter class, for tests that change what the config names."""
+    return FakeAdapter
+
+
+@pytest.fixture
+def make_report() -> type[Report]:
+    """The stand-in's report class."""
+    return Report
