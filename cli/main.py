@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import signal
 import sys
 import traceback
 from importlib.metadata import version
@@ -58,6 +59,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file name that is no valid Unicode must not turn a report into a crash.
         sys.stdout.reconfigure(errors="backslashreplace")
+    # A cancelled CI job gets SIGTERM. As an interrupt it lets the writer remove its folder.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -171,11 +174,39 @@ def test_readme_table_equals_the_code() -> None:
 
 
 def test_closed_stdout_is_an_output_error(moelora, library, monkeypatch) -> None:
-    import os
-
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         assert moelora("verify").code == 6
         monkeypatch.undo()
+
+
+_KILLED = """
+import os, signal, sys, time, types
+def verify(shards, **_):
+    try:
+        os.kill(os.getpid(), int(sys.argv.pop()))
+        time.sleep(60)
+    finally:
+        print("cleaned up")
+sys.modules["moelora.validate"] = types.SimpleNamespace(verify=verify)
+from moelora.cli.main import main
+sys.argv[1:] = ["verify", sys.argv[1]]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_process_cleans_up_and_exits_130(number) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _KILLED, str(int(number))],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 130
+    assert done.stdout == ""
+    assert "cleaned up" in done.stderr
+    assert "error: interrupted" in done.stderr
+    assert "Traceback" not in done.stderr
