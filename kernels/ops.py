@@ -1,0 +1,100 @@
+"""The operations as `torch.library` operators, for torch.compile, export and fake tensors.
+
+Eager calls go straight to the launcher: the dispatcher would cost more than the launches.
+Operators take tensors and numbers only, and allocate their own memory.
+"""
+
+import torch
+
+from moelora.kernels.routing import MoeLoraRouting, build_routing_eager, routing_words
+
+
+def goes_through_operator(*tensors: torch.Tensor) -> bool:
+    """Whether a call is being traced, or is on tensors that only pretend."""
+    return torch.compiler.is_compiling() or any(
+        type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors
+    )
+
+
+@torch.library.custom_op("moelora::build_routing", mutates_args=())
+def build_routing_op(
+    topk_ids: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    num_adapters: int,
+    num_local_experts: int,
+    block_m: int,
+) -> torch.Tensor:
+    return build_routing_eager(
+        topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m, None
+    ).buffer
+
+
+@build_routing_op.register_fake
+def _(
+    topk_ids: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    num_adapters: int,
+    num_local_experts: int,
+    block_m: int,
+) -> torch.Tensor:
+    words = routing_words(topk_ids.numel(), num_adapters * num_local_experts, block_m)
+    return topk_ids.new_empty(words, dtype=torch.int32)
+
+
+@torch.library.custom_op("moelora::fused_moe_lora", mutates_args=("output",))
+def fused_moe_lora_op(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    topk_ids: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    scaling: float,
+    scaling_per_group: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    a_slices: int,
+    gate_up_layout: str,
+    num_local_experts: int,
+    routing_buffer: torch.Tensor | None,
+    block_m: int,
+) -> None:
+    from moelora.kernels.fused import fused_moe_lora
+
+    routing = None
+    if routing_buffer is not None:
+        num_groups = lora_b.shape[0] * num_local_experts
+        routing = MoeLoraRouting(routing_buffer, topk_ids.numel(), num_groups, block_m)
+    fused_moe_lora(
+        output,
+        x,
+        lora_a,
+        lora_b,
+        topk_ids,
+        token_lora_mapping,
+        scaling=scaling if scaling_per_group is None else scaling_per_group,
+        topk_weights=topk_weights,
+        a_slices=a_slices,
+        gate_up_layout=gate_up_layout,
+        num_local_experts=num_local_experts,
+        routing=routing,
+    )
+
+
+@fused_moe_lora_op.register_fake
+def _(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    topk_ids: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    scaling: float,
+    scaling_per_group: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    a_slices: int,
+    gate_up_layout: str,
+    num_local_experts: int,
+    routing_buffer: torch.Tensor | None,
+    block_m: int,
+) -> None:
+    return None
