@@ -1,0 +1,29 @@
+"""Slicing rules per model family. ``family_of`` finds the one for a model type."""
+
+from __future__ import annotations
+
+from moelora.slicing.errors import InputError
+from moelora.slicing.families import mixtral, qwen
+from moelora.slicing.rules import Family
+
+FAMILIES: dict[str, Family] = {
+    model_type: family
+    for family in (*qwen.FAMILIES, *mixtral.FAMILIES)
+    for model_type in family.model_types
+}
+
+
+def family_of(model_type: str) -> Family:
+    """Return the rules for a model type.
+
+    Raises:
+        InputError: moelora has no rules for it.
+    """
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise InputError(
+            f"model type {model_type!r}: moelora has no slicing rules for this family",
+            hint=f"families with rules: {', '.join(sorted(FAMILIES))}",
+            model_type=model_type,
+        )
+    return family

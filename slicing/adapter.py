@@ -1,0 +1,259 @@
+"""An adapter folder: its config, and its tensors by name, shape and dtype, read on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from moelora.slicing.errors import Fault, InputError
+from moelora.slicing.source import fetch_adapter
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of the adapter's file: its key as it stands there, dtype and shape."""
+
+    key: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """The parts of ``adapter_config.json`` that decide about values; ``raw`` holds all of it."""
+
+    raw: dict[str, Any]
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
+
+    @property
+    def base_name(self) -> str | None:
+        name = self.raw.get("base_model_name_or_path")
+        return name if isinstance(name, str) and name else None
+
+    @property
+    def peft_version(self) -> str | None:
+        version = self.raw.get("peft_version")
+        return version if isinstance(version, str) else None
+
+    def target_parameters(self) -> list[str]:
+        names = self.raw.get("target_parameters")
+        return [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank that PEFT would give the module or parameter ``name``."""
+        return self.rank_pattern.get(pattern_key(self.rank_pattern, name), self.r)
+
+    def scaling_of(self, name: str) -> float:
+        """Return PEFT's scaling of ``name``: alpha / r, or alpha / sqrt(r) with rslora.
+
+        Source: PEFT tuners/lora/model.py:309-312 and utils/other.py:1524-1532.
+        """
+        r = self.rank_of(name)
+        alpha = self.alpha_pattern.get(pattern_key(self.alpha_pattern, name), self.lora_alpha)
+        return alpha / math.sqrt(r) if self.use_rslora else alpha / r
+
+
+def pattern_key(patterns: dict[str, Any], name: str) -> str:
+    """Return the first pattern that matches ``name`` by PEFT's rule, else ``name`` itself."""
+    for pattern in patterns:
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return pattern
+    return name
+
+
+@dataclass
+class Adapter:
+    """An open adapter folder. Use as a context manager, or call ``close``.
+
+    tensors: every tensor of the file by its key. Values are read by ``read`` only.
+    faults: what is wrong or not supported in the config; planning reports them with all others.
+    """
+
+    name_or_path: str
+    folder: Path
+    config: LoraConfig
+    tensors: dict[str, TensorInfo]
+    revision: str | None = None
+    faults: list[Fault] = field(default_factory=list)
+    _handles: dict[str, Any] = field(default_factory=dict, repr=False)
+    _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    @classmethod
+    def open(cls, name_or_path: str, revision: str | None = None) -> Adapter:
+        """Open an adapter folder or Hub id. Only the config and the file's header are read.
+
+        Raises:
+            InputError: the config or the weights are missing or not readable.
+        """
+        folder = fetch_adapter(name_or_path, revision)
+        config, faults = read_config(folder / CONFIG_NAME)
+        adapter = cls(str(name_or_path), folder, config, {}, revision, faults)
+        adapter._open_file(folder / WEIGHTS_NAME)
+        return adapter
+
+    def _open_file(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        if not path.is_file():
+            others = sorted(p.name for p in self.folder.iterdir())
+            raise InputError(
+                f"{path}: no such file; the folder holds {others[:12]}",
+                hint="an adapter folder holds adapter_config.json and adapter_model.safetensors",
+            )
+        try:
+            handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
+            for key in handle.keys():  # noqa: SIM118 (not a dict)
+                view = handle.get_slice(key)
+                info = TensorInfo(key, path.name, view.get_dtype(), tuple(view.get_shape()))
+                self.tensors[key] = info
+        except (SafetensorError, OSError) as error:
+            raise InputError(
+                f"{path}: not readable as safetensors ({error}); {path.stat().st_size} bytes",
+                hint="the file is damaged or cut short: copy or download it again",
+            ) from error
+        if not self.tensors:
+            raise InputError(f"{path}: holds no tensors", hint="the adapter was saved empty")
+        self._handles[path.name] = handle
+
+    def read(self, key: str) -> torch.Tensor:
+        """Return the tensor ``key`` as it stands in the file, on the CPU."""
+        return self._handles[self.tensors[key].file].get_tensor(key)
+
+    @property
+    def base_name(self) -> str | None:
+        """The base model that the config names."""
+        return self.config.base_name
+
+    @property
+    def short_name(self) -> str:
+        """The folder's or repository's own name, for default output names."""
+        return Path(self.name_or_path).expanduser().resolve().name or "adapter"
+
+    def file_hashes(self) -> dict[str, str]:
+        """Return the sha256 of every file of the adapter that moelora reads."""
+        names = [CONFIG_NAME, *sorted(self._handles)]
+        return {name: sha256_of(self.folder / name) for name in names}
+
+    def close(self) -> None:
+        self._stack.close()
+        self._handles.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_config(path: Path) -> tuple[LoraConfig, list[Fault]]:
+    """Return the config, and what in it is wrong or cannot be carried over.
+
+    Raises:
+        InputError: missing or not JSON.
+    """
+    if not path.is_file():
+        raise InputError(
+            f"{path}: no such file",
+            hint="an adapter folder holds adapter_config.json and adapter_model.safetensors",
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: holds {type(raw).__name__}, expected an object")
+    faults = [*_unsupported(raw), *_wrong_types(raw)]
+    usable = not any(fault.code == "config" for fault in faults)
+    config = LoraConfig(
+        raw=raw,
+        r=int(raw["r"]) if usable else 1,
+        lora_alpha=raw["lora_alpha"] if usable else 1,
+        use_rslora=bool(raw.get("use_rslora")),
+        rank_pattern=(raw.get("rank_pattern") or {}) if usable else {},
+        alpha_pattern=(raw.get("alpha_pattern") or {}) if usable else {},
+    )
+    return config, faults
+
+
+_REFUSED = {
+    "use_dora": "DoRA rescales whole rows of the base weight: not a sum that ranks can share",
+    "lora_bias": "a bias on lora_B (lora_bias) has no place in the shard format",
+    "modules_to_save": "fully trained modules (modules_to_save) are not LoRA and would be lost",
+    "trainable_token_indices": "trainable tokens change rows of the embedding and would be lost",
+    "alora_invocation_tokens": "an activated LoRA (aLoRA) depends on tokens at run time",
+    "layer_replication": "layer_replication changes the base model's layers",
+}
+
+
+def _unsupported(raw: dict[str, Any]) -> list[Fault]:
+    faults = [
+        Fault("unsupported", CONFIG_NAME, f"{key} = {raw[key]!r}: {why}")
+        for key, why in _REFUSED.items()
+        if raw.get(key)
+    ]
+    if raw.get("peft_type") != "LORA":
+        message = f"peft_type = {raw.get('peft_type')!r}, expected 'LORA'"
+        faults.append(Fault("unsupported", CONFIG_NAME, message))
+    if raw.get("bias") not in (None, "none"):
+        message = f"bias = {raw['bias']!r}: trained biases of the base are not LoRA"
+        faults.append(Fault("unsupported", CONFIG_NAME, message))
+    return faults
+
+
+def _wrong_types(raw: dict[str, Any]) -> list[Fault]:
+    faults = []
+    r, alpha = raw.get("r"), raw.get("lora_alpha")
+    if not _is_number(r) or int(r) != r or r < 1:
+        faults.append(Fault("config", CONFIG_NAME, f"r = {r!r}, expected a positive integer"))
+    if not _is_number(alpha):
+        faults.append(Fault("config", CONFIG_NAME, f"lora_alpha = {alpha!r}, expected a number"))
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = raw.get(name) or {}
+        if not isinstance(patterns, dict):
+            message = f"{name} is {type(patterns).__name__}, expected an object"
+            faults.append(Fault("config", CONFIG_NAME, message))
+            continue
+        for pattern, value in patterns.items():
+            if not _is_number(value) or (name == "rank_pattern" and value < 1):
+                message = f"{name}[{pattern!r}] = {value!r}, expected a positive number"
+                faults.append(Fault("config", CONFIG_NAME, message))
+            try:
+                re.compile(rf"(.*\.)?({pattern})$")
+            except re.error as error:
+                message = f"{name}[{pattern!r}] is no regular expression: {error}"
+                faults.append(Fault("config", CONFIG_NAME, message))
+    return faults
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,98 @@
+"""What the format readers share: where a key belongs in the base model, and what came out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moelora.slicing.adapter import FLOAT_DTYPES, Adapter, TensorInfo
+from moelora.slicing.base_model import BaseModel, BaseModule, layer_number, path_in_layer
+from moelora.slicing.errors import Fault
+from moelora.slicing.lora import LoraModule
+from moelora.slicing.rules import Family
+
+SkipReason = Literal["absent_in_layer", "absent_in_model", "empty_placeholder", "ignored_by_flag"]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A place that gets no slice, and why. keys: the tensors left out, often none."""
+
+    what: str
+    layer: int | None
+    reason: SkipReason
+    keys: tuple[str, ...] = ()
+
+
+@dataclass
+class Reading:
+    """An adapter being read against a base model: results so far, and all that is wrong."""
+
+    adapter: Adapter
+    base: BaseModel
+    family: Family
+    modules: list[LoraModule] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def fault(self, code: str, where: str, message: str, **details: object) -> None:
+        self.faults.append(Fault(code, where, message, dict(details)))
+
+    def spellings(self, path: str) -> Iterable[str]:
+        """Yield ``path`` as the file spells it, then as transformers' model may spell it."""
+        yield path
+        renamed = path
+        for pattern, replacement in self.family.renames:
+            renamed = re.sub(pattern, replacement, renamed)
+        if renamed != path:
+            yield renamed
+
+    def module_at(self, path: str) -> BaseModule | None:
+        """Return the base module that ``path`` names, in any known spelling."""
+        for spelling in self.spellings(path):
+            if spelling in self.base.modules:
+                return self.base.modules[spelling]
+        return None
+
+    def experts_at(self, container: str) -> list[BaseModule]:
+        """Return the expert parameters of the experts module ``container`` names, or none."""
+        for spelling in self.spellings(container):
+            if found := self.base.experts_of(spelling):
+                return found
+        return []
+
+    def absent(self, path: str, keys: tuple[str, ...]) -> None:
+        """Record tensors whose module is missing: skipped if other layers have it, else wrong."""
+        elsewhere = [n for one in self.spellings(path) for n in self.base.layers_with(one)]
+        layer = layer_number(path)
+        if elsewhere and layer in self.base.layers:
+            self.skips.append(Skip(path_in_layer(path), layer, "absent_in_layer", keys))
+            self.warnings.append(
+                f"{path}: layer {layer} of {self.base.model_type} has no such module, "
+                f"layers {shorten(elsewhere)} have; {len(keys)} tensors skipped: {keys[0]}, ..."
+            )
+            return
+        for key in keys:
+            self.fault("absent_in_model", key, f"{self.base.model_type} has no module {path}")
+
+    def check_dtype(self, info: TensorInfo) -> bool:
+        """Return whether the tensor's dtype is one that LoRA factors have; else note a fault."""
+        if info.dtype in FLOAT_DTYPES:
+            return True
+        expected = ", ".join(FLOAT_DTYPES)
+        self.fault("dtype", info.key, f"dtype {info.dtype}, expected one of {expected}")
+        return False
+
+
+def shorten(numbers: list[int]) -> str:
+    """Return ``0-3, 7`` for ``[0, 1, 2, 3, 7]``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

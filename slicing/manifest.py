@@ -1,0 +1,186 @@
+"""The manifest ``moelora.json``, as SHARD_FORMAT version 1 defines it."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from moelora.slicing.lora import Factor, Piece, whole
+
+if TYPE_CHECKING:
+    from moelora.slicing.plan import PlannedModule, ShardPlan
+
+MANIFEST_NAME = "moelora.json"
+FORMAT = "moelora-shards"
+FORMAT_VERSION = 1
+
+
+def tool_version() -> str:
+    """Return moelora's own version."""
+    try:
+        return version("moelora")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def rank_file(tp_rank: int, tp_size: int) -> str:
+    """Return the name of a rank's file."""
+    return f"adapter_model-rank-{tp_rank:05d}-of-{tp_size:05d}.safetensors"
+
+
+def file_metadata(plan: ShardPlan, tp_rank: int) -> dict[str, str]:
+    """Return the metadata that stands in a rank file's header."""
+    layout, coords = plan.layout, plan.layout.coords(tp_rank)
+    return {
+        "format": "pt",
+        "moelora_format_version": str(FORMAT_VERSION),
+        "tp_rank": str(tp_rank),
+        "tp_size": str(layout.tp_size),
+        "moe_ep_rank": str(coords.moe_ep_rank),
+        "moe_ep_size": str(layout.moe_ep_size),
+        "moe_tp_rank": str(coords.moe_tp_rank),
+        "moe_tp_size": str(layout.moe_tp_size),
+        "rank_order": layout.rank_order,
+    }
+
+
+def plan_body(plan: ShardPlan) -> dict[str, Any]:
+    """Return the manifest of a plan, without what is only known after writing (hashes)."""
+    layout = plan.layout
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "tool": {"name": "moelora", "version": tool_version()},
+        "adapter": {
+            "name_or_path": plan.adapter.name_or_path,
+            "revision": plan.adapter.revision,
+            "files": {},
+            "source_layout": "+".join(sorted({p.module.source_layout for p in plan.modules})),
+            "peft_version": plan.adapter.config.peft_version,
+        },
+        "base_model": {
+            "name_or_path": plan.base.name_or_path,
+            "model_type": plan.base.model_type,
+            "config_sha256": plan.base.config_sha256,
+        },
+        "parallel": {
+            "tp_size": layout.tp_size,
+            "moe_ep_size": layout.moe_ep_size,
+            "moe_tp_size": layout.moe_tp_size,
+            "moe_dp_size": layout.moe_dp_size,
+            "rank_order": layout.rank_order,
+            "expert_placement": plan.expert_placement.to_json(),
+        },
+        "ranks": [_rank(plan, rank) for rank in range(layout.tp_size)],
+        "modules": [module_entry(planned) for planned in plan.modules],
+        "skipped": _skipped(plan),
+        "warnings": plan.warnings,
+        "restore": restore_entries(plan),
+    }
+
+
+def _rank(plan: ShardPlan, tp_rank: int) -> dict[str, Any]:
+    coords = plan.layout.coords(tp_rank)
+    per_layer = {
+        str(planned.module.base.layer): planned.owned[coords.moe_ep_rank]
+        for planned in plan.modules
+        if planned.module.is_expert
+    }
+    lists = list(per_layer.values())
+    same = all(ids == lists[0] for ids in lists)
+    return {
+        "tp_rank": tp_rank,
+        "moe_ep_rank": coords.moe_ep_rank,
+        "moe_tp_rank": coords.moe_tp_rank,
+        "expert_ids": (lists[0] if lists else []) if same else per_layer,
+        "file": rank_file(tp_rank, plan.layout.tp_size),
+    }
+
+
+def module_entry(planned: PlannedModule) -> dict[str, Any]:
+    """Return a module as the manifest lists it: role, scaling and full shapes."""
+    module, placement = planned.module, planned.placement
+    entry: dict[str, Any] = {
+        "path": module.path,
+        "role": placement.role,
+        "r": module.r,
+        "scaling": module.scaling,
+    }
+    if module.is_expert:
+        if placement.role == "routed_gate_up":
+            entry["a_slices"] = module.a_slices
+            entry["gate_up_layout"] = module.base.gate_up_layout
+        entry["num_experts"] = module.base.num_experts
+        if module.shared_factor:
+            entry["shared_factor"] = module.shared_factor
+    for letter, factor in module.factors():
+        dim = placement.sharded_dim(letter)
+        entry[f"lora_{letter}"] = {"shape": list(factor.shape), "sharded_dim": dim}
+    return entry
+
+
+def _skipped(plan: ShardPlan) -> list[dict[str, Any]]:
+    layers: dict[tuple[str, str], list[int]] = {}
+    for skip in plan.skips:
+        entry = layers.setdefault((skip.what, skip.reason), [])
+        if skip.layer is not None and skip.layer not in entry:
+            entry.append(skip.layer)
+    return [
+        {"what": what, "layers": sorted(found), "reason": reason}
+        for (what, reason), found in sorted(layers.items())
+    ]
+
+
+def restore_entries(plan: ShardPlan) -> dict[str, Any]:
+    """Return what ``unshard`` needs beyond the format: cuts, and where each source tensor went.
+
+    Readers of the format may ignore it. Tensors that differ in the expert alone share one row:
+    their key holds ``{e}`` and ``experts`` lists the ids.
+    """
+    cuts = {
+        planned.path: [[c.size, c.units, c.replicate] for c in planned.placement.cuts]
+        for planned in plan.modules
+    }
+    rows: list[dict[str, Any]] = []
+    for name, _, _, factor in plan.factors():
+        rows.extend(_restore_rows(plan, name, factor))
+    return {"cuts": cuts, "tensors": rows}
+
+
+def _restore_rows(plan: ShardPlan, name: str, factor: Factor) -> list[dict[str, Any]]:
+    groups: dict[str, dict[str, Any]] = {}
+    for piece in factor.pieces:
+        info = plan.adapter.tensors[piece.key]
+        expert = _expert_of(piece)
+        key = piece.key if expert is None else _mask(piece.key, expert)
+        if key is None:
+            key, expert = piece.key, None
+        row = {
+            "tensor": name,
+            "key": key,
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "view": list(piece.view),
+            "permute": list(piece.permute),
+            "at": [list(r) for r in (piece.at if expert is None else piece.at[1:])],
+        }
+        if piece.src is not None and piece.src != whole(piece.view):
+            row["src"] = [list(r) for r in piece.src]
+        ident = repr(row)
+        if expert is None:
+            groups[ident] = row
+        else:
+            groups.setdefault(ident, {**row, "experts": []})["experts"].append(expert)
+    return list(groups.values())
+
+
+def _expert_of(piece: Piece) -> int | None:
+    start, stop, _ = piece.at[0]
+    return start if len(piece.at) == 3 and stop == start + 1 and len(piece.view) == 3 else None
+
+
+def _mask(key: str, expert: int) -> str | None:
+    """Return the key with its expert number as ``{e}``; None where it has none."""
+    masked, count = re.subn(rf"(?<=experts\.){expert}(?=\.)", "{e}", key)
+    return masked if count == 1 else None

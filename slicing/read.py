@@ -1,0 +1,188 @@
+"""Read a shard set: the manifest and the ranks' tensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moelora.slicing.adapter import CONFIG_NAME, sha256_of
+from moelora.slicing.errors import Fault, FaultsError, InputError, MoeloraError
+from moelora.slicing.layout import ExpertPlacement, ParallelLayout
+from moelora.slicing.manifest import FORMAT, FORMAT_VERSION, MANIFEST_NAME, rank_file
+from moelora.slicing.write import PART_NAME
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """A shard set on disk. body: the manifest, its shape checked."""
+
+    folder: Path
+    body: dict[str, Any]
+    layout: ParallelLayout
+    expert_placement: ExpertPlacement
+
+    @classmethod
+    def open(cls, folder: Path | str) -> ShardSet:
+        """Open a shard set; only the manifest is read.
+
+        Raises:
+            InputError: no manifest, not one of moelora's, or of another format version.
+            FaultsError: the manifest contradicts itself; all faults together.
+        """
+        folder = Path(folder)
+        path = folder / MANIFEST_NAME
+        if not path.is_file():
+            raise _no_manifest(folder)
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not readable as JSON: {error}") from error
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise InputError(f"{path}: is no moelora manifest (format is not {FORMAT!r})")
+        if body.get("format_version") != FORMAT_VERSION:
+            raise InputError(
+                f"{path}: format_version {body.get('format_version')!r}, this moelora reads "
+                f"{FORMAT_VERSION}",
+                hint="use the moelora that wrote it, or shard the adapter again",
+            )
+        layout, placement = _parallel(body, path)
+        faults = list(_manifest_faults(body, layout))
+        if faults:
+            raise FaultsError(str(path), faults, hint="shard the adapter again")
+        return cls(folder, body, layout, placement)
+
+    def rank_path(self, tp_rank: int) -> Path:
+        """Return the path of a rank's file."""
+        return self.folder / str(self.body["ranks"][tp_rank]["file"])
+
+    @property
+    def adapter_name(self) -> str:
+        return str(self.body["adapter"]["name_or_path"])
+
+    @property
+    def base_name(self) -> str:
+        return str(self.body["base_model"]["name_or_path"])
+
+    def load(self, tp_rank: int, device: str = "cpu") -> tuple[dict[str, Any], dict[str, str]]:
+        """Return a rank's tensors by name, and the metadata of its file.
+
+        Raises:
+            InputError: the file is missing or not readable as safetensors.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = self.rank_path(tp_rank)
+        if not path.is_file():
+            raise InputError(f"{path}: no such file, but {MANIFEST_NAME} lists it")
+        try:
+            with safe_open(str(path), framework="pt", device=device) as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return tensors, dict(file.metadata() or {})
+        except (SafetensorError, OSError) as error:
+            raise InputError(
+                f"{path}: not readable as safetensors ({error}); {path.stat().st_size} bytes, "
+                f"the manifest says {self.body['ranks'][tp_rank]['bytes']}",
+                hint="the file is damaged or cut short: copy it again or shard again",
+            ) from error
+
+    def damaged_files(self) -> list[Fault]:
+        """Return a fault for each file whose bytes are not those the manifest was written with."""
+        faults = []
+        for entry in self.body["ranks"]:
+            path = self.folder / entry["file"]
+            if not path.is_file():
+                faults.append(Fault("missing_file", entry["file"], "no such file in the set"))
+            elif path.stat().st_size != entry["bytes"]:
+                message = f"{path.stat().st_size} bytes, the manifest says {entry['bytes']}"
+                faults.append(Fault("size", entry["file"], message))
+            elif sha256_of(path) != entry["sha256"]:
+                message = "sha256 differs from the manifest's: the bytes were changed"
+                faults.append(Fault("sha256", entry["file"], message))
+        config, wanted = self.folder / CONFIG_NAME, self.body["adapter"]["files"].get(CONFIG_NAME)
+        if not config.is_file():
+            faults.append(Fault("missing_file", CONFIG_NAME, "no such file in the set"))
+        elif sha256_of(config) != wanted:
+            message = "sha256 differs from the manifest's: the bytes were changed"
+            faults.append(Fault("sha256", CONFIG_NAME, message))
+        return faults
+
+
+def load_rank(shards: Path | str, tp_rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Return the tensors of one rank of a shard set, by name, on ``device``.
+
+    Raises:
+        InputError: not a shard set, no such rank, or an unreadable file.
+    """
+    opened = ShardSet.open(shards)
+    if not 0 <= tp_rank < opened.layout.tp_size:
+        raise InputError(f"{shards}: has ranks 0 to {opened.layout.tp_size - 1}, got {tp_rank}")
+    return opened.load(tp_rank, device)[0]
+
+
+def _no_manifest(folder: Path) -> InputError:
+    if (folder / PART_NAME).is_file():
+        return InputError(
+            f"{folder}: holds only some ranks ({PART_NAME}), not a shard set",
+            hint="run moelora shard without --ranks",
+        )
+    if (folder / CONFIG_NAME).is_file():
+        hint = "this looks like an adapter: run moelora shard on it first"
+    else:
+        hint = "name the folder that moelora shard wrote"
+    return InputError(f"{folder}: is no shard set (no {MANIFEST_NAME})", hint=hint)
+
+
+def _parallel(body: dict[str, Any], path: Path) -> tuple[ParallelLayout, ExpertPlacement]:
+    try:
+        parallel = body["parallel"]
+        layout = ParallelLayout(
+            parallel["tp_size"],
+            parallel["moe_ep_size"],
+            parallel["moe_dp_size"],
+            parallel["rank_order"],
+        )
+        spec = parallel["expert_placement"]
+        if isinstance(spec, str):
+            placement = ExpertPlacement(spec, allow_uneven=True)
+        else:
+            placement = ExpertPlacement.from_table(spec, where=str(path))
+    except (KeyError, TypeError, MoeloraError) as error:
+        raise InputError(f"{path}: 'parallel' is not usable: {error}") from error
+    return layout, placement
+
+
+def _manifest_faults(body: dict[str, Any], layout: ParallelLayout) -> list[Fault]:
+    def bad(message: str) -> Fault:
+        return Fault("manifest", MANIFEST_NAME, message)
+
+    try:
+        faults = []
+        ranks = body["ranks"]
+        if [rank["tp_rank"] for rank in ranks] != list(range(layout.tp_size)):
+            faults.append(bad(f"lists ranks {[r['tp_rank'] for r in ranks]} of {layout.tp_size}"))
+            return faults
+        if body["parallel"]["moe_tp_size"] != layout.moe_tp_size:
+            faults.append(bad("moe_tp_size is not tp_size / (moe_ep_size * moe_dp_size)"))
+        for rank, coords in zip(ranks, layout.all_coords(), strict=True):
+            for name in ("moe_ep_rank", "moe_tp_rank"):
+                want = getattr(coords, name)
+                if rank[name] != want:
+                    message = f"tp_rank {coords.tp_rank}: {name} {rank[name]}, expected {want}"
+                    faults.append(bad(f"{message} for rank_order {layout.rank_order}"))
+            if rank["file"] != rank_file(coords.tp_rank, layout.tp_size):
+                faults.append(bad(f"tp_rank {coords.tp_rank}: unexpected file {rank['file']!r}"))
+            if not isinstance(rank["sha256"], str) or not isinstance(rank["bytes"], int):
+                faults.append(bad(f"tp_rank {coords.tp_rank}: sha256 or bytes missing"))
+        for module in body["modules"]:
+            _ = (module["path"], module["role"], module["r"], module["scaling"])
+            _ = (module["lora_A"]["shape"], module["lora_B"]["sharded_dim"])
+        _ = (body["adapter"]["name_or_path"], body["adapter"]["files"].get(CONFIG_NAME))
+        _ = body["base_model"]["name_or_path"]
+        return faults
+    except (KeyError, TypeError, AttributeError) as error:
+        return [bad(f"a field is missing or of the wrong type: {error!r}")]

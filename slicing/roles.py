@@ -1,0 +1,196 @@
+"""Which role each module has on the ranks, and so which part of it each rank owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moelora.slicing.base_model import BaseModel, BaseModule
+from moelora.slicing.errors import Fault
+from moelora.slicing.layout import (
+    Cut,
+    ParallelLayout,
+    RankCoords,
+    cut_ranges,
+    cut_works,
+)
+from moelora.slicing.lora import LoraModule
+from moelora.slicing.rules import Family, Role
+
+if TYPE_CHECKING:
+    import torch
+
+Ranges = list[tuple[int, int]]
+
+# The roles of routed experts, by the base parameter's name. Sources: SGLang layers.py:1317-1418;
+# vLLM fused_moe.py:319-339 and 544-584.
+EXPERT_ROLES: dict[str, tuple[Role, str]] = {
+    "gate_up_proj": (
+        "routed_gate_up",
+        "the output feeds the sharded activation: rows of gate and of up by moe_tp_rank",
+    ),
+    "gate_proj": ("routed_gate", "the output feeds the sharded activation: rows by moe_tp_rank"),
+    "up_proj": ("routed_up", "the output feeds the sharded activation: rows by moe_tp_rank"),
+    "down_proj": (
+        "routed_down",
+        "the input is the sharded activation: columns by moe_tp_rank, the all-reduce adds up",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one module is shared out. cuts: of the base weight's sharded dim, in order."""
+
+    role: Role
+    reason: str
+    cuts: tuple[Cut, ...] = ()
+
+    @property
+    def is_routed(self) -> bool:
+        return self.role.startswith("routed_")
+
+    def sharded_dim(self, letter: str) -> int | None:
+        """Return the dim of factor ``letter`` that tp (experts: moe_tp) cuts; None for none.
+
+        ``lora_A`` holds the input dim last, ``lora_B`` the output dim next to last.
+        """
+        expert_dims = 1 if self.is_routed else 0
+        if letter == "A":
+            return expert_dims + 1 if self.role in ("row", "routed_down") else None
+        if self.role in ("column", "routed_gate_up", "routed_gate", "routed_up"):
+            return expert_dims
+        return None
+
+    def ranges(self, layout: ParallelLayout, coords: RankCoords) -> Ranges:
+        """Return the ranges of the sharded dim that a rank owns."""
+        if self.is_routed:
+            return cut_ranges(self.cuts, layout.moe_tp_size, coords.moe_tp_rank)
+        return cut_ranges(self.cuts, layout.tp_size, coords.tp_rank)
+
+
+def place(module: BaseModule, base: BaseModel, family: Family) -> Placement | Fault:
+    """Return the role of a base module, or the fault that the family has no rule for it."""
+    if module.kind == "expert":
+        leaf = module.path.rpartition(".")[2]
+        if leaf not in EXPERT_ROLES:
+            return _no_rule(module, base)
+        role, reason = EXPERT_ROLES[leaf]
+        return Placement(role, reason, _expert_cuts(module, role))
+    rule = family.rule_for(module)
+    if rule is None:
+        return _no_rule(module, base)
+    cuts = rule.cuts(base.text_config, module) if rule.cuts else ()
+    return Placement(rule.role, rule.reason, cuts)
+
+
+def _no_rule(module: BaseModule, base: BaseModel) -> Fault:
+    message = (
+        f"moelora has no slicing rule for {module.name} of {base.model_type}, and a guess could "
+        "load without a word and answer wrongly"
+    )
+    return Fault("no_rule", module.path, message)
+
+
+def _expert_cuts(module: BaseModule, role: Role) -> tuple[Cut, ...]:
+    _, out, inp = module.shape
+    if role == "routed_down":
+        return (Cut(inp, inp, "intermediate_size"),)
+    if role == "routed_gate_up" and module.gate_up_layout == "concatenated":
+        return (Cut(out // 2, out // 2, "intermediate_size"),) * 2
+    if role == "routed_gate_up":  # interleaved: a gate row and its up row stay together
+        return (Cut(out, out // 2, "intermediate_size"),)
+    return (Cut(out, out, "intermediate_size"),)
+
+
+def sizes_that_work(placements: list[Placement], layout: ParallelLayout) -> list[int]:
+    """Return the tp sizes up to 128 over which every module divides, ep and dp unchanged."""
+    share = layout.moe_ep_size * layout.moe_dp_size
+    return [
+        tp
+        for tp in range(share, 129, share)
+        if all(
+            cut_works(cut, tp // share if placement.is_routed else tp)
+            for placement in placements
+            for cut in placement.cuts
+        )
+    ]
+
+
+def undivided(placement: Placement, layout: ParallelLayout) -> list[str]:
+    """Return a message for each cut that the ranks cannot share out."""
+    if not placement.is_routed:
+        return [
+            f"{cut.what} {cut.units} is not divisible by tp_size {layout.tp_size}"
+            for cut in placement.cuts
+            if not cut_works(cut, layout.tp_size)
+        ]
+    how = f"tp_size {layout.tp_size} / moe_ep_size {layout.moe_ep_size}"
+    if layout.moe_dp_size > 1:
+        how += f" / moe_dp_size {layout.moe_dp_size}"
+    return [
+        f"{cut.what} {cut.units} is not divisible by moe_tp_size {layout.moe_tp_size} ({how})"
+        for cut in placement.cuts
+        if not cut_works(cut, layout.moe_tp_size)
+    ]
+
+
+def take(
+    tensor: torch.Tensor, dim: int | None, ranges: Ranges, expert_ids: list[int] | None
+) -> torch.Tensor:
+    """Return a rank's part of a canonical factor.
+
+    expert_ids: rows of dim 0 to keep, None where the factor has no expert dim to choose from.
+    dim, ranges: the dim that tp cuts and the rank's ranges in it, None for none.
+    """
+    import torch
+
+    if dim is not None:
+        parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    if expert_ids is not None:
+        tensor = tensor[expert_ids]
+    return tensor.contiguous()
+
+
+def put(
+    full: torch.Tensor,
+    part: torch.Tensor,
+    dim: int | None,
+    ranges: Ranges,
+    expert_ids: list[int] | None,
+) -> None:
+    """Write a rank's part back to where ``take`` took it from."""
+    import torch
+
+    ids = range(full.shape[0]) if expert_ids is None else expert_ids
+    rows = torch.tensor(list(ids), dtype=torch.long)
+    if dim is None:
+        full[rows] = part
+    elif dim == 0:
+        where = [row for start, stop in ranges for row in range(start, stop)]
+        full[torch.tensor(where, dtype=torch.long)] = part
+    else:
+        offset = 0
+        for start, stop in ranges:
+            size = stop - start
+            view = full.narrow(dim, start, size)
+            view[rows] = part.narrow(dim, offset, size)
+            offset += size
+
+
+def part_shape(
+    shape: tuple[int, ...], dim: int | None, ranges: Ranges, expert_ids: list[int] | None
+) -> tuple[int, ...]:
+    """Return the shape of what ``take`` returns."""
+    sizes = list(shape)
+    if dim is not None:
+        sizes[dim] = sum(stop - start for start, stop in ranges)
+    if expert_ids is not None:
+        sizes[0] = len(expert_ids)
+    return tuple(sizes)
+
+
+def owned_experts(module: LoraModule, letter: str, ids: list[int]) -> list[int] | None:
+    """Return the expert rows that a rank takes from a factor: None where there is no choice."""
+    return ids if module.is_expert and module.shared_factor != letter else None

@@ -1,0 +1,82 @@
+"""What a slicing rule is. The rules themselves stand in ``families/``, one table per family."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moelora.slicing.base_model import BaseModule
+from moelora.slicing.layout import Cut
+
+Role = Literal[
+    "column",
+    "row",
+    "replicated",
+    "embedding",
+    "lm_head",
+    "routed_gate_up",
+    "routed_gate",
+    "routed_up",
+    "routed_down",
+]
+
+
+CutFn = Callable[[Any, BaseModule], tuple[Cut, ...]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a module is shared out. match: full regex on the path inside the layer."""
+
+    match: str
+    role: Role
+    reason: str
+    cuts: CutFn | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """The rules of the model types that share them.
+
+    renames: (regex, replacement) pairs from the names that older checkpoints use to the names
+        of transformers' model, applied to the whole path.
+    """
+
+    model_types: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def rule_for(self, module: BaseModule) -> Rule | None:
+        """Return the first rule that names the module, None when there is none."""
+        name = module.name
+        return next((rule for rule in self.rules if re.fullmatch(rule.match, name)), None)
+
+
+def single_rows(config: Any, module: BaseModule) -> tuple[Cut, ...]:
+    """Cut of a column-parallel module whose rows stand on their own."""
+    return (Cut(module.shape[-2], module.shape[-2], "output rows"),)
+
+
+def single_columns(config: Any, module: BaseModule) -> tuple[Cut, ...]:
+    """Cut of a row-parallel module whose columns stand on their own."""
+    return (Cut(module.shape[-1], module.shape[-1], "input columns"),)
+
+
+def rows_by(field: str, *, replicate: bool = False) -> CutFn:
+    """Cut of the rows into as many whole units as the config's ``field`` says (heads)."""
+
+    def cuts(config: Any, module: BaseModule) -> tuple[Cut, ...]:
+        return (Cut(module.shape[-2], getattr(config, field), field, replicate),)
+
+    return cuts
+
+
+def columns_by(field: str) -> CutFn:
+    """Cut of the columns into as many whole units as the config's ``field`` says (heads)."""
+
+    def cuts(config: Any, module: BaseModule) -> tuple[Cut, ...]:
+        return (Cut(module.shape[-1], getattr(config, field), field),)
+
+    return cuts

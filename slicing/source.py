@@ -1,0 +1,113 @@
+"""Turn a folder or a Hub id into local files. The only file that imports huggingface_hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from moelora.slicing.errors import InputError
+
+ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model*", "*.safetensors.index.json")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def fetch_adapter(name_or_path: str, revision: str | None = None) -> Path:
+    """Return the local folder of an adapter; a Hub id is downloaded, adapter files only.
+
+    Raises:
+        InputError: neither a folder nor a Hub id that can be reached.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InputError(
+            f"{name_or_path}: is a file, not an adapter folder",
+            hint="name the folder that holds adapter_config.json",
+        )
+    _require_hub_id(name_or_path, "adapter")
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            name_or_path, revision=revision, allow_patterns=list(ADAPTER_PATTERNS)
+        )
+    except Exception as error:
+        raise _unreachable(name_or_path, "adapter", error) from error
+    return Path(folder)
+
+
+def fetch_base_config(name_or_path: str, revision: str | None = None) -> Path:
+    """Return the local path of a base model's ``config.json``; from the Hub only that file.
+
+    Raises:
+        InputError: no such folder, or a Hub id that cannot be reached.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        config = path / "config.json"
+        if not config.is_file():
+            raise InputError(
+                f"{name_or_path}: has no config.json",
+                hint="--base names a folder or Hub id of the base model; "
+                "--base-config names its config.json alone",
+            )
+        return config
+    if path.is_file():
+        return path
+    _require_hub_id(name_or_path, "base model")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name_or_path, "config.json", revision=revision))
+    except Exception as error:
+        raise _unreachable(name_or_path, "base model", error) from error
+
+
+def fetch_base_weights(name_or_path: str, revision: str | None = None) -> Path:
+    """Return the local folder of a base model's weights; a Hub id is downloaded whole.
+
+    Raises:
+        InputError: no such folder, no weights in it, or a Hub id that cannot be reached.
+    """
+    path = Path(name_or_path).expanduser()
+    if not path.is_dir():
+        _require_hub_id(name_or_path, "base model")
+        from huggingface_hub import snapshot_download
+
+        try:
+            path = Path(
+                snapshot_download(
+                    name_or_path, revision=revision, allow_patterns=["*.json", "*.safetensors"]
+                )
+            )
+        except Exception as error:
+            raise _unreachable(name_or_path, "base model", error) from error
+    if not list(path.glob("*.safetensors")):
+        raise InputError(
+            f"{name_or_path}: holds no .safetensors weights",
+            hint="name a folder with the base model's weights, or use --random-base to verify "
+            "on random weights of the same shape",
+        )
+    return path
+
+
+def _require_hub_id(name: str, what: str) -> None:
+    if not _HUB_ID.fullmatch(name):
+        raise InputError(
+            f"{name}: no such folder, and not a Hub id of the form owner/name",
+            hint=f"check the path of the {what}",
+        )
+
+
+def _unreachable(name: str, what: str, error: Exception) -> InputError:
+    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    first_line = (str(error).splitlines() or [""])[0]
+    return InputError(
+        f"{name}: the {what} is no local folder and could not be fetched from the Hub "
+        f"({type(error).__name__}: {first_line})",
+        hint="HF_HUB_OFFLINE is set: download it first or name a local folder"
+        if offline
+        else "check the name, the revision and the network, or name a local folder",
+    )
