@@ -99,6 +99,24 @@ def _is_exit(node: ast.AST) -> bool:
     return isinstance(node, ast.ImportFrom) and any(a.name == "exit" for a in node.names)
 
 
+def test_functions_of_kernels_are_annotated_unless_jitted() -> None:
+    missing = [
+        f"{_relative(path)}:{node.lineno} {node.name}"
+        for path in _files("kernels")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and not any("jit" in ast.dump(decorator) for decorator in node.decorator_list)
+        and not _is_annotated(node)
+    ]
+    assert not missing
+
+
+def _is_annotated(node: ast.FunctionDef) -> bool:
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    untyped = [a for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
+    return node.returns is not None and not untyped
+
+
 @pytest.mark.parametrize(
     "line",
     [
