@@ -79,9 +79,10 @@ def test_verify_line_runs_as_it_stands(moelora, library) -> None:
     assert library.arguments("verify")["base"] is None
 
 
-def test_next_line_says_when_ranks_are_missing(moelora) -> None:
-    assert "2 of 4 ranks written" in moelora(*SHARD, "--ranks", "0,3").stderr
-    assert "ranks written" not in moelora(*SHARD, "--ranks", "0-3").stderr
+def test_no_verify_line_when_ranks_are_missing(moelora) -> None:
+    some, everyone = (moelora(*SHARD, "--ranks", ranks).stderr for ranks in ("0,3", "0-3"))
+    assert some == "2 of 4 ranks written: only a whole set can be verified\n"
+    assert everyone.startswith("next: moelora verify")
 
 
 def test_no_verify_line_when_nothing_was_written(moelora, library) -> None:
