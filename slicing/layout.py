@@ -7,6 +7,7 @@ Sources: SHARD_FORMAT, section "Ranks". SGLang orders the ranks ``ep_major`` and
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -134,7 +135,7 @@ class ExpertPlacement:
                 hint='for example {"*": [[0, 1], [2, 3]]}',
             )
         for layer in raw:
-            if layer != "*" and not layer.isdigit():
+            if layer != "*" and not re.fullmatch(r"0|[1-9][0-9]*", layer):
                 raise InputError(f"{where}: {layer!r} is neither a layer number nor '*'")
         table = tuple((layer, tuple(tuple(ids) for ids in raw[layer])) for layer in sorted(raw))
         return cls("custom", table)
@@ -238,13 +239,12 @@ def cut_works(cut: Cut, parts: int) -> bool:
 def parse_ranks(text: str, tp_size: int) -> list[int]:
     """Return the ranks that ``--ranks`` names, such as ``0,3-5``."""
     ranks: set[int] = set()
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            ranks.update(range(int(first), int(last or first) + 1))
-    except ValueError as error:
-        raise UsageError(f"--ranks {text!r} is not a list such as 0,3-5") from error
-    outside = sorted(r for r in ranks if not 0 <= r < tp_size)
-    if outside or not ranks:
-        raise UsageError(f"--ranks {text!r}: {outside or 'nothing'} is outside 0..{tp_size - 1}")
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise UsageError(f"--ranks {text!r} is not a list such as 0,3-5")
+        if last >= tp_size:
+            raise UsageError(f"--ranks {text!r}: {last} is outside 0..{tp_size - 1}")
+        ranks.update(range(first, last + 1))
     return sorted(ranks)

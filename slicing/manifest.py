@@ -145,7 +145,7 @@ def restore_entries(plan: ShardPlan) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for name, _, _, factor in plan.factors():
         rows.extend(_restore_rows(plan, name, factor))
-    return {"cuts": cuts, "tensors": rows}
+    return {"cuts": cuts, "dtype": plan.dtype, "tensors": rows}
 
 
 def _restore_rows(plan: ShardPlan, name: str, factor: Factor) -> list[dict[str, Any]]:

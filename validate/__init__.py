@@ -1,1 +1,18 @@
 """Check a shard set against the adapter it was made from."""
+
+from typing import Any
+
+__all__ = ["VerifyReport", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and transformers only when something is verified."""
+    if name == "verify":
+        from moelora.validate.run import verify
+
+        return verify
+    if name == "VerifyReport":
+        from moelora.validate.report import VerifyReport
+
+        return VerifyReport
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,95 @@
+"""The base model with weights, to compute logits on: its own, or random ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from moelora.slicing.base_model import BaseModel
+from moelora.slicing.errors import CannotRunError, InputError
+from moelora.slicing.source import fetch_base_weights
+
+
+def load_weights(
+    base: BaseModel, *, device: str, dtype: torch.dtype, random: bool, seed: int
+) -> nn.Module:
+    """Return the base model on ``device`` in ``dtype``, in eval mode.
+
+    random: weights drawn from the config alone, by transformers' own initialisation.
+
+    Raises:
+        InputError: the weights are missing, unreadable, or not those of this model.
+        CannotRunError: they do not fit into memory.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        if random:
+            torch.manual_seed(seed)
+            with torch.device(device):
+                model = AutoModelForCausalLM.from_config(base.config, dtype=dtype)
+            return model.to(dtype).eval()
+        folder = fetch_base_weights(base.name_or_path, base.revision)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True
+        )
+    except torch.cuda.OutOfMemoryError as error:
+        raise CannotRunError(
+            f"the base model does not fit on {device}: {error}",
+            hint="--device cpu needs no GPU memory",
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{base.name_or_path}: the base model cannot be loaded "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    _refuse_gaps(info, folder)
+    return model.to(device).eval()
+
+
+def _refuse_gaps(info: dict[str, Any], folder: Path) -> None:
+    """A weight that is not in the files would be random, and the comparison with it."""
+    missing = sorted(info.get("missing_keys", []))
+    mismatched = sorted(str(key) for key in info.get("mismatched_keys", []))
+    if missing or mismatched:
+        raise InputError(
+            f"{folder}: {len(missing)} weights of the base model are missing, "
+            f"{len(mismatched)} have another shape: {(missing + mismatched)[:5]}",
+            hint="the folder is incomplete or belongs to another model",
+        )
+
+
+def random_tokens(vocab_size: int, count: int, seed: int) -> torch.Tensor:
+    """Return ``(1, count)`` token ids, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (1, count), generator=generator)
+
+
+def prompt_tokens(prompts: Path, base: BaseModel, limit: int) -> list[torch.Tensor]:
+    """Return one ``(1, n)`` tensor of token ids per line of a file, ``limit`` tokens in all.
+
+    Raises:
+        InputError: the file is empty, or the base has no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise InputError(f"{prompts}: holds no prompts", hint="one prompt per line")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(base.name_or_path, revision=base.revision)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{base.name_or_path}: its tokenizer cannot be loaded ({error})",
+            hint="leave --prompts out to compare on random tokens",
+        ) from error
+    found: list[torch.Tensor] = []
+    for line in lines:
+        ids = tokenizer(line, return_tensors="pt").input_ids[:, : max(limit, 0)]
+        if ids.shape[1]:
+            found.append(ids)
+            limit -= ids.shape[1]
+    return found

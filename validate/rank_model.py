@@ -1,0 +1,276 @@
+"""What one rank does with its share of a module: the only place that says so.
+
+A rank has views of the base model's own weights (its rows, its columns, its experts) and the
+LoRA tensors of its shard file, and computes its part of the output as an engine's rank would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moelora.slicing.join import manifest_experts, tensor_names
+from moelora.slicing.layout import RankCoords
+from moelora.slicing.plan import PlannedModule, ShardPlan
+from moelora.slicing.read import ShardSet
+
+MoeLora = Callable[..., torch.Tensor]
+Ranges = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class RankLora:
+    """A rank's LoRA tensors of one module, as its shard file and the manifest say.
+
+    lora_a, lora_b: this rank's slices. scaling: a number, or for experts that differ
+    ``(num_local_experts, a_slices)``. expert_ids: global ids of the packed rows.
+    """
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    scaling: Any
+    a_slices: int = 1
+    gate_up_layout: str = "concatenated"
+    expert_ids: tuple[int, ...] = ()
+
+    def to(self, device: str, dtype: torch.dtype) -> RankLora:
+        return RankLora(
+            self.lora_a.to(device, dtype),
+            self.lora_b.to(device, dtype),
+            self.scaling.to(device) if isinstance(self.scaling, torch.Tensor) else self.scaling,
+            self.a_slices,
+            self.gate_up_layout,
+            self.expert_ids,
+        )
+
+
+def rank_lora(
+    shards: ShardSet, entry: dict[str, Any], tp_rank: int, tensors: dict[str, torch.Tensor]
+) -> RankLora:
+    """Return a rank's LoRA of the module that a manifest entry describes."""
+    names = tensor_names(entry)
+    ids: tuple[int, ...] = ()
+    scaling = entry["scaling"]
+    if entry["role"].startswith("routed_"):
+        ids = tuple(manifest_experts(shards, entry, tp_rank))
+        if isinstance(scaling, list):
+            scaling = torch.tensor([scaling[i] for i in ids], dtype=torch.float32)
+    return RankLora(
+        tensors[names["A"]],
+        tensors[names["B"]],
+        scaling,
+        entry.get("a_slices", 1),
+        entry.get("gate_up_layout") or "concatenated",
+        ids,
+    )
+
+
+def base_ranges(planned: PlannedModule, plan: ShardPlan, coords: RankCoords) -> Ranges:
+    """Return the ranges of the base weight's sharded dim that a rank owns."""
+    return planned.placement.ranges(plan.layout, coords)
+
+
+def pick(tensor: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
+    """Return the given ranges of one dim; a view where they are one run."""
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def linear_delta(x: torch.Tensor, lora: RankLora) -> torch.Tensor:
+    """Return scaling * B (A x) of a plain module, in the dtype of the factors."""
+    inner = F.linear(x.to(lora.lora_a.dtype), lora.lora_a)
+    return F.linear(inner, lora.lora_b) * lora.scaling
+
+
+def column_part(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ranges: Ranges
+) -> torch.Tensor:
+    """Return a rank's outputs of a column-parallel base weight ``(out, in)``."""
+    own_bias = None if bias is None else pick(bias, 0, ranges)
+    return F.linear(x, pick(weight, 0, ranges), own_bias)
+
+
+def row_part(x: torch.Tensor, weight: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+    """Return a rank's partial sum of a row-parallel base weight ``(out, in)``."""
+    return F.linear(pick(x, -1, ranges), pick(weight, 1, ranges))
+
+
+def local_ids(
+    topk_ids: torch.Tensor, expert_ids: tuple[int, ...], num_experts: int
+) -> torch.Tensor:
+    """Return ``topk_ids`` with global ids replaced by this rank's own, -1 for elsewhere."""
+    table = torch.full((num_experts + 1,), -1, dtype=torch.int32)
+    table[list(expert_ids)] = torch.arange(len(expert_ids), dtype=torch.int32)
+    known = (topk_ids >= 0) & (topk_ids < num_experts)
+    return table.to(topk_ids.device)[torch.where(known, topk_ids, num_experts)]
+
+
+def served_ids(
+    topk_ids: torch.Tensor,
+    expert_ids: tuple[int, ...],
+    replicas: tuple[tuple[int, int], ...],
+    num_experts: int,
+) -> torch.Tensor:
+    """Return the global ``topk_ids`` with -1 where another rank serves the pair.
+
+    expert_ids: the rank's own. replicas: for each of them (index, count) among the ranks that
+    hold the same slice; token t is served by replica ``t % count``.
+    """
+    index = torch.zeros(num_experts + 1, dtype=torch.long)
+    count = torch.zeros(num_experts + 1, dtype=torch.long)
+    for expert, (own, total) in zip(expert_ids, replicas, strict=True):
+        index[expert], count[expert] = own, total
+    known = (topk_ids >= 0) & (topk_ids < num_experts)
+    place = torch.where(known, topk_ids, num_experts).long()
+    index, count = index.to(place.device)[place], count.to(place.device)[place]
+    token = torch.arange(place.shape[0], device=place.device)[:, None]
+    return torch.where((count > 0) & (token % count.clamp(min=1) == index), topk_ids, -1)
+
+
+def add_expert_deltas(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    lora: RankLora,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    kernel: MoeLora,
+) -> None:
+    """Add the deltas of a rank's experts to ``output (T, K, N)``, in place.
+
+    x: (T, in), or (T, K, in) for down. topk_ids: (T, K) global ids, -1 for no work; they are
+    made local here, as the dispatch to ranks does, with -1 for experts that live elsewhere.
+    """
+    ids = local_ids(topk_ids, lora.expert_ids, num_experts)
+    mapping = torch.zeros(x.shape[0], dtype=torch.int32, device=x.device)
+    kernel(
+        output,
+        x,
+        lora.lora_a[None],
+        lora.lora_b[None],
+        ids,
+        mapping,
+        scaling=lora.scaling[None] if isinstance(lora.scaling, torch.Tensor) else lora.scaling,
+        a_slices=lora.a_slices,
+        gate_up_layout=lora.gate_up_layout,
+        num_local_experts=len(lora.expert_ids),
+    )
+
+
+@dataclass(frozen=True)
+class RankExperts:
+    """A rank's share of an experts module: its experts' slices of the base, and its LoRA.
+
+    expert_ids: global ids. up_ranges, down_ranges: of the intermediate dim, as rows of the
+    gate_up (or up) weight and as columns of down. up_lora, down_lora: None where not adapted.
+    replicas: per owned expert (index, count) among the ranks that hold the same slice of it;
+    token t is served by replica ``t % count``.
+    """
+
+    expert_ids: tuple[int, ...]
+    up_ranges: Ranges
+    down_ranges: Ranges
+    up_lora: RankLora | None
+    down_lora: RankLora | None
+    adds_bias: bool
+    replicas: tuple[tuple[int, int], ...]
+
+    def forward(
+        self,
+        experts: nn.Module,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        kernel: MoeLora | None,
+    ) -> torch.Tensor:
+        """Return this rank's partial sum ``(T, hidden)``. kernel None: the base alone."""
+        weights = ExpertWeights(experts)
+        served = served_ids(topk_ids, self.expert_ids, self.replicas, weights.num_experts)
+        ids = local_ids(served, self.expert_ids, weights.num_experts)
+        up = weights.up(hidden, ids, self.expert_ids, self.up_ranges)
+        if kernel is not None and self.up_lora is not None:
+            add_expert_deltas(up, hidden, self.up_lora, served, weights.num_experts, kernel)
+        act = weights.activate(up).contiguous()
+        down = weights.down(act, ids, self.expert_ids, self.down_ranges, bias=self.adds_bias)
+        if kernel is not None and self.down_lora is not None:
+            add_expert_deltas(down, act, self.down_lora, served, weights.num_experts, kernel)
+        scale = torch.where(ids >= 0, topk_weights, torch.zeros_like(topk_weights))
+        return (down.float() * scale.float()[..., None]).sum(1).to(hidden.dtype)
+
+
+class ExpertWeights:
+    """The base model's stacked expert weights, seen as ``(num_experts, out, in)``."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        self.module = experts
+        self.has_gate = getattr(experts, "has_gate", hasattr(experts, "gate_up_proj"))
+        name = "gate_up_proj" if self.has_gate else "up_proj"
+        self.up_weight, self.up_bias = self._get(name)
+        self.down_weight, self.down_bias = self._get("down_proj")
+        self.num_experts = self.down_weight.shape[0]
+        if getattr(experts, "has_post_expert_norm", False):
+            raise NotImplementedError("experts with a norm after down_proj")
+
+    def _get(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = getattr(self.module, name)
+        if getattr(self.module, "is_transposed", False):
+            weight = weight.transpose(1, 2)
+        return weight, getattr(self.module, name + "_bias", None)
+
+    def up(
+        self, x: torch.Tensor, ids: torch.Tensor, expert_ids: tuple[int, ...], ranges: Ranges
+    ) -> torch.Tensor:
+        """Return ``(T, K, rows of the rank)``: zeros for pairs of other ranks."""
+        pairs = x[:, None].expand(-1, ids.shape[1], -1)
+        return _per_expert(pairs, ids, expert_ids, self.up_weight, self.up_bias, ranges, 0)
+
+    def down(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        expert_ids: tuple[int, ...],
+        ranges: Ranges,
+        *,
+        bias: bool,
+    ) -> torch.Tensor:
+        """Return ``(T, K, hidden)`` partial sums; the bias only on one rank of each expert."""
+        own_bias = self.down_bias if bias else None
+        return _per_expert(x, ids, expert_ids, self.down_weight, own_bias, ranges, 1)
+
+    def activate(self, up: torch.Tensor) -> torch.Tensor:
+        """Return the activation of the rank's part: gate and up are cut alike."""
+        if self.has_gate:
+            return self.module._apply_gate(up)
+        return self.module.act_fn(up)
+
+
+def _per_expert(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    expert_ids: tuple[int, ...],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ranges: Ranges,
+    dim: int,
+) -> torch.Tensor:
+    """Multiply every local pair with its expert's slice. x: (T, K, in), ids: (T, K) local."""
+    size = sum(stop - start for start, stop in ranges) if dim == 0 else weight.shape[1]
+    flat_ids, order = torch.sort(ids.reshape(-1), stable=True)
+    counts = torch.bincount(flat_ids + 1, minlength=len(expert_ids) + 1).tolist()
+    rows = x.reshape(-1, x.shape[-1])
+    out = x.new_zeros(rows.shape[0], size)
+    start = counts[0]  # pairs of other ranks come first
+    for local, count in enumerate(counts[1:]):
+        if count:
+            where = order[start : start + count]
+            expert = expert_ids[local]
+            own_bias = None
+            if bias is not None:
+                own_bias = pick(bias[expert], 0, ranges) if dim == 0 else bias[expert]
+            out[where] = F.linear(rows[where], pick(weight[expert], dim, ranges), own_bias)
+        start += count
+    return out.view(*ids.shape, size)

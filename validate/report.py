@@ -1,0 +1,138 @@
+"""The report of ``moelora verify``: checks, findings, and the verdict that they make."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Outcome = Literal["pass", "fail", "not_checked"]
+SCHEMA_VERSION = 1
+WIDTH = 100
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a check found wrong: the tensor or module, and what about it."""
+
+    where: str
+    message: str
+
+
+@dataclass
+class Check:
+    """One check of one lens. outcome ``not_checked`` needs a reason in ``detail``."""
+
+    lens: Literal["bytes", "deltas", "logits"]
+    name: str
+    outcome: Outcome
+    detail: str
+    findings: list[Finding] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class VerifyReport:
+    """What was compared, on what, and how it came out."""
+
+    shards: str
+    adapter: str
+    base: str
+    setting: dict[str, Any] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Literal["pass", "fail", "nothing_checked"]:
+        """``fail`` when any check failed; ``pass`` only when every lens compared something."""
+        if any(check.outcome == "fail" for check in self.checks):
+            return "fail"
+        compared = {check.lens for check in self.checks if check.outcome == "pass"}
+        left = [check for check in self.checks if check.outcome == "not_checked"]
+        if compared == {"bytes", "deltas", "logits"} and not left:
+            return "pass"
+        return "nothing_checked"
+
+    @property
+    def exit_code(self) -> int:
+        return {"pass": 0, "fail": 1, "nothing_checked": 5}[self.verdict]
+
+    def add(
+        self,
+        lens: Literal["bytes", "deltas", "logits"],
+        name: str,
+        findings: list[Finding],
+        detail: str,
+        **numbers: Any,
+    ) -> None:
+        """Add a check that ran: it failed when it found something."""
+        outcome: Outcome = "fail" if findings else "pass"
+        self.checks.append(Check(lens, name, outcome, detail, findings, numbers))
+
+    def not_checked(
+        self, lens: Literal["bytes", "deltas", "logits"], name: str, why: str, **numbers: Any
+    ) -> None:
+        """Add a check that could not compare anything."""
+        self.checks.append(Check(lens, name, "not_checked", why, [], numbers))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "exit_code": self.exit_code,
+            "shards": self.shards,
+            "adapter": self.adapter,
+            "base": self.base,
+            "setting": self.setting,
+            "checks": [
+                {
+                    "lens": check.lens,
+                    "name": check.name,
+                    "outcome": check.outcome,
+                    "detail": check.detail,
+                    "findings": [vars(finding) for finding in check.findings],
+                    "numbers": check.numbers,
+                }
+                for check in self.checks
+            ],
+            "notes": self.notes,
+        }
+
+    def to_text(self) -> str:
+        headline = {
+            "pass": "PASS: the shards compute what the adapter computes",
+            "fail": "FAIL: the shards differ from the adapter",
+            "nothing_checked": "NOTHING CHECKED: no verdict on these shards",
+        }[self.verdict]
+        setting = ", ".join(f"{key} {value}" for key, value in self.setting.items())
+        lines = [headline]
+        for text in (f"shards {self.shards}", f"adapter {self.adapter}", f"base {self.base}"):
+            lines.append("  " + text)
+        lines += textwrap.wrap(setting, WIDTH, initial_indent="  ", subsequent_indent="  ")
+        for check in self.checks:
+            mark = {"pass": "ok  ", "fail": "FAIL", "not_checked": "----"}[check.outcome]
+            lines += textwrap.wrap(
+                f"{mark} {check.lens:6s} {check.name}: {check.detail}",
+                WIDTH,
+                subsequent_indent=" " * 12,
+            )
+            lines += _finding_lines(check.findings)
+        for note in self.notes:
+            lines += textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="      ")
+        return "\n".join(lines)
+
+
+def _finding_lines(findings: list[Finding]) -> list[str]:
+    lines: list[str] = []
+    for finding in findings[:SHOWN]:
+        text = f"- {finding.where}: {finding.message}"
+        lines += textwrap.wrap(
+            text,
+            WIDTH,
+            initial_indent="     ",
+            subsequent_indent="       ",
+            break_on_hyphens=False,
+        )
+    if len(findings) > SHOWN:
+        lines.append(f"     ... and {len(findings) - SHOWN} more (all of them with --json)")
+    return lines
