@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import signal
 import sys
 import traceback
@@ -59,6 +60,11 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file name that is no valid Unicode must not turn a report into a crash.
         sys.stdout.reconfigure(errors="backslashreplace")
+    if not sys.stderr.isatty():
+        # The libraries draw bars as well; in a log each redraw is a line. tqdm and
+        # huggingface_hub read these when they are imported.
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # A cancelled CI job gets SIGTERM. As an interrupt it lets the writer remove its folder.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))

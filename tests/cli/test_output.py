@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -100,3 +101,23 @@ def test_progress_bar_only_on_a_terminal(moelora, library, monkeypatch) -> None:
     assert library.arguments("write_shards")["progress"] is not None
     assert "100%" in result.stderr
     assert result.stdout == "the report\n"
+
+
+_BARS = """
+import sys, types
+def verify(shards, **_):
+    from tqdm.auto import tqdm
+    list(tqdm(range(3), desc="a library's bar"))
+    raise KeyboardInterrupt
+sys.modules["moelora.validate"] = types.SimpleNamespace(verify=verify)
+from moelora.cli.main import main
+sys.argv[1:] = ["verify"]
+main()
+"""
+
+
+def test_libraries_draw_no_bars_into_a_log() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _BARS], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
