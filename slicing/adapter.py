@@ -35,7 +35,10 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The parts of ``adapter_config.json`` that decide about values; ``raw`` holds all of it."""
+    """The parts of ``adapter_config.json`` that decide about values; ``raw`` holds all of it.
+
+    usable: False when those parts are wrong, which is a fault; they then hold stand-ins.
+    """
 
     raw: dict[str, Any]
     r: int
@@ -43,6 +46,7 @@ class LoraConfig:
     use_rslora: bool
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, float]
+    usable: bool = True
 
     @property
     def base_name(self) -> str | None:
@@ -198,9 +202,10 @@ def read_config(path: Path) -> tuple[LoraConfig, list[Fault]]:
         raw=raw,
         r=int(raw["r"]) if usable else 1,
         lora_alpha=raw["lora_alpha"] if usable else 1,
-        use_rslora=bool(raw.get("use_rslora")),
+        use_rslora=bool(raw.get("use_rslora")) and usable,
         rank_pattern=(raw.get("rank_pattern") or {}) if usable else {},
         alpha_pattern=(raw.get("alpha_pattern") or {}) if usable else {},
+        usable=usable,
     )
     return config, faults
 
@@ -232,11 +237,14 @@ def _unsupported(raw: dict[str, Any]) -> list[Fault]:
 
 def _wrong_types(raw: dict[str, Any]) -> list[Fault]:
     faults = []
-    r, alpha = raw.get("r"), raw.get("lora_alpha")
-    if not _is_number(r) or int(r) != r or r < 1:
+    r, alpha, rslora = raw.get("r"), raw.get("lora_alpha"), raw.get("use_rslora")
+    if not _is_rank(r):
         faults.append(Fault("config", CONFIG_NAME, f"r = {r!r}, expected a positive integer"))
     if not _is_number(alpha):
         faults.append(Fault("config", CONFIG_NAME, f"lora_alpha = {alpha!r}, expected a number"))
+    if rslora not in (None, True, False):
+        message = f"use_rslora = {rslora!r}, expected true or false"
+        faults.append(Fault("config", CONFIG_NAME, message))
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = raw.get(name) or {}
         if not isinstance(patterns, dict):
@@ -244,8 +252,9 @@ def _wrong_types(raw: dict[str, Any]) -> list[Fault]:
             faults.append(Fault("config", CONFIG_NAME, message))
             continue
         for pattern, value in patterns.items():
-            if not _is_number(value) or (name == "rank_pattern" and value < 1):
-                message = f"{name}[{pattern!r}] = {value!r}, expected a positive number"
+            if not (_is_rank(value) if name == "rank_pattern" else _is_number(value)):
+                kind = "positive integer" if name == "rank_pattern" else "number"
+                message = f"{name}[{pattern!r}] = {value!r}, expected a {kind}"
                 faults.append(Fault("config", CONFIG_NAME, message))
             try:
                 re.compile(rf"(.*\.)?({pattern})$")
@@ -256,4 +265,13 @@ def _wrong_types(raw: dict[str, Any]) -> list[Fault]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def _is_rank(value: Any) -> bool:
+    return _is_number(value) and int(value) == value and value >= 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import BaseModel
-from moelora.slicing.errors import Fault, FaultsError, InputError
+from moelora.slicing.errors import Fault, FaultsError, InputError, NotDivisibleError
 from moelora.slicing.formats import Skip, read_modules
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout, RankCoords
 from moelora.slicing.lora import Factor, LoraModule
@@ -150,6 +150,7 @@ def plan_shards(
     faults = list(reading.faults)
     planned: list[PlannedModule] = []
     uneven: dict[tuple[str, str], str] = {}
+    misplaced: dict[str, Fault] = {}
     owners: dict[tuple[int, int | None], list[list[int]]] = {}
     for module in reading.modules:
         role = place(module.base, base, reading.family)
@@ -161,10 +162,12 @@ def plan_shards(
         try:
             owned = _owners(module, layout, placement, owners)
         except InputError as error:
-            uneven.setdefault((error.message, error.hint), module.path)
+            code = error.code if isinstance(error, NotDivisibleError) else "expert_placement"
+            text = f"{error.message}; {error.hint}" if error.hint else error.message
+            misplaced.setdefault(text, Fault(code, module.path, text))
             continue
         planned.append(PlannedModule(module, role, owned))
-    faults += _undivided_faults(uneven, planned, layout)
+    faults += [*_undivided_faults(uneven, planned, layout), *misplaced.values()]
     if strict:
         faults += [_strict_fault(skip, base) for skip in reading.skips if skip.keys]
     if not planned and not faults:
@@ -205,9 +208,7 @@ def _undivided_faults(
             f"{', '.join(map(str, works)) or 'none up to 128'}",
             {"tp_sizes_that_work": works},
         )
-        if not message.startswith("--ep")
-        else Fault("not_divisible", path, f"{what}; {message}")
-        for (what, message), path in uneven.items()
+        for (_, message), path in uneven.items()
     ]
 
 

@@ -82,9 +82,10 @@ def check_rank(reading: Reading, name: str, info: TensorInfo, r: int) -> bool:
 
     The scaling is alpha / r: with two answers for r there is no right one, so it is refused.
     """
-    wanted = reading.adapter.config.rank_of(name)
-    if r == wanted and r > 0:
-        return True
+    config = reading.adapter.config
+    wanted = config.rank_of(name)
+    if not config.usable or (r == wanted and r > 0):
+        return True  # an unusable config is a fault of its own
     reading.fault(
         "rank",
         info.key,
