@@ -2,16 +2,21 @@
 
 Letters: T tokens, K top-k, P = T * K pairs, L adapter slots, E local experts, S A slices, r rank,
 N out features. Positions count the pairs in routing order; y holds one row per position.
+
+USE_PDL: the kernel may start while the one before it ends. Until `gdc_wait` it reads only what no
+kernel in flight can be writing: adapters, routing and the base output.
 """
 
 import triton
 import triton.language as tl
 
+ROUTING_HEADER = tl.constexpr(8)  # routing.ROUTING_HEADER
+
 
 @triton.jit
-def _load_tile(routing_ptr, tile, num_pairs, tile_capacity, HEADER: tl.constexpr):
+def load_tile(routing_ptr, tile, num_pairs, tile_capacity):
     """Return (virtual expert, first position, rows) of a tile."""
-    tiles_ptr = routing_ptr + HEADER + num_pairs + tile
+    tiles_ptr = routing_ptr + ROUTING_HEADER + num_pairs + tile
     virtual_id = tl.load(tiles_ptr)
     position = tl.load(tiles_ptr + tile_capacity)
     rows = tl.load(tiles_ptr + 2 * tile_capacity)
@@ -22,107 +27,131 @@ def _load_tile(routing_ptr, tile, num_pairs, tile_capacity, HEADER: tl.constexpr
 def _fused_moe_lora_shrink_kernel(
     x_ptr,  # (T, in), or (T, K, in) with X_PER_PAIR
     a_ptr,  # (L, E or 1, S*r, in)
-    y_ptr,  # (SPLIT_K, P, S*r) fp32, out
+    y_ptr,  # (SPLIT_K, P, S*r) fp32, or x's type where SPLIT_K is 1; out
     routing_ptr,  # the buffer of MoeLoraRouting, int32
     num_pairs,
     tile_capacity,
     top_k,
     num_local_experts,
     in_features,
-    columns,  # S * r
     k_per_split,
     stride_xt,
     stride_xk,
     stride_al,
     stride_ae,
     stride_ar,
-    HEADER: tl.constexpr,
+    COLUMNS: tl.constexpr,  # S * r
     X_PER_PAIR: tl.constexpr,
+    EVEN_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Grid (any,), strided. One item is (tile, split of K, block of A rows): y = x @ A.T."""
-    num_r_blocks = tl.cdiv(columns, BLOCK_R)
-    num_items = tl.load(routing_ptr) * SPLIT_K * num_r_blocks
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    NUM_R_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_R - 1) // BLOCK_R
+    num_items = tl.load(routing_ptr) * SPLIT_K * NUM_R_BLOCKS
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        split = (item // num_r_blocks) % SPLIT_K
-        tile = item // (num_r_blocks * SPLIT_K)
-        virtual_id, first, rows = _load_tile(routing_ptr, tile, num_pairs, tile_capacity, HEADER)
+        split = (item // NUM_R_BLOCKS) % SPLIT_K
+        tile = item // (NUM_R_BLOCKS * SPLIT_K)
+        virtual_id, first, rows = load_tile(routing_ptr, tile, num_pairs, tile_capacity)
         offs_m = tl.arange(0, BLOCK_M)
-        offs_r = (item % num_r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
-        offs_k = split * k_per_split + tl.arange(0, BLOCK_K)
+        offs_r = (item % NUM_R_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
+        k_begin = split * k_per_split
+        offs_k = k_begin + tl.arange(0, BLOCK_K)
         mask_m = offs_m < rows
-        mask_r = offs_r < columns
-        pair = tl.load(routing_ptr + HEADER + first + offs_m, mask=mask_m, other=0)
+        mask_r = offs_r < COLUMNS
+        pair = tl.load(routing_ptr + ROUTING_HEADER + first + offs_m, mask=mask_m, other=0)
         x_rows = x_ptr + (pair // top_k).to(tl.int64) * stride_xt
         if X_PER_PAIR:
             x_rows += (pair % top_k).to(tl.int64) * stride_xk
         a_rows = a_ptr + (virtual_id // num_local_experts).to(tl.int64) * stride_al
         a_rows += (virtual_id % num_local_experts).to(tl.int64) * stride_ae
         a_rows += offs_r.to(tl.int64) * stride_ar
-        k_end = tl.minimum(in_features, (split + 1) * k_per_split)
+        k_end = tl.minimum(in_features, k_begin + k_per_split)
+        x_ptrs = x_rows[:, None] + offs_k[None, :]
+        a_ptrs = a_rows[:, None] + offs_k[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-        for _ in range(split * k_per_split, k_end, BLOCK_K):
-            mask_k = offs_k < k_end
+        for start in range(k_begin, k_end, BLOCK_K):
             # x (BLOCK_M, BLOCK_K), a (BLOCK_R, BLOCK_K)
-            x = tl.load(
-                x_rows[:, None] + offs_k[None, :], mask=mask_m[:, None] & mask_k[None, :], other=0.0
-            )
-            a = tl.load(
-                a_rows[:, None] + offs_k[None, :], mask=mask_r[:, None] & mask_k[None, :], other=0.0
-            )
+            mask_x = mask_m[:, None]
+            mask_a = mask_r[:, None]
+            if not EVEN_K:
+                mask_k = start + tl.arange(0, BLOCK_K) < k_end
+                mask_x &= mask_k[None, :]
+                mask_a &= mask_k[None, :]
+            x = tl.load(x_ptrs, mask=mask_x, other=0.0)
+            a = tl.load(a_ptrs, mask=mask_a, other=0.0)
             acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
-            offs_k += BLOCK_K
-        y_rows = y_ptr + (split.to(tl.int64) * num_pairs + first + offs_m) * columns
-        tl.store(y_rows[:, None] + offs_r[None, :], acc, mask=mask_m[:, None] & mask_r[None, :])
+            x_ptrs += BLOCK_K
+            a_ptrs += BLOCK_K
+        y_rows = y_ptr + (split.to(tl.int64) * num_pairs + first + offs_m) * COLUMNS
+        y = acc.to(y_ptr.dtype.element_ty)
+        tl.store(y_rows[:, None] + offs_r[None, :], y, mask=mask_m[:, None] & mask_r[None, :])
 
 
 @triton.jit
-def _expand_dot(
-    y_ptr,  # (SPLIT_K, P, S*r) fp32
-    b_rows,  # (BLOCK_N,) pointers to the first element of each row of B
+def load_b(b_rows, mask_n, RANK: tl.constexpr, BLOCK_R: tl.constexpr, START: tl.constexpr):
+    """Return columns [START, START + BLOCK_R) of B's rows, (rows, BLOCK_R)."""
+    offs_r = START + tl.arange(0, BLOCK_R)
+    mask = mask_n[:, None]
+    if START + BLOCK_R > RANK:
+        mask &= (offs_r < RANK)[None, :]
+    return tl.load(b_rows[:, None] + offs_r[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_y(
+    y_rows, plane, mask_m,
+    RANK: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    START: tl.constexpr,
+):  # fmt: skip
+    """Return the rank vectors (BLOCK_M, BLOCK_R), summed over the splits of K in fp32."""
+    offs_r = START + tl.arange(0, BLOCK_R)
+    mask = mask_m[:, None]
+    if START + BLOCK_R > RANK:
+        mask &= (offs_r < RANK)[None, :]
+    y_ptrs = y_rows[:, None] + offs_r[None, :]
+    y = tl.load(y_ptrs, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLIT_K):
+        y += tl.load(y_ptrs + split * plane, mask=mask, other=0.0)
+    return y
+
+
+@triton.jit
+def expand_dot(
+    b_first,  # (BLOCK_N, BLOCK_R), the first columns of B, loaded ahead
+    b_rows,  # (BLOCK_N,) pointers to the rows of B
     mask_n,
-    y_offset,  # first column of the A slice
-    first,
+    y_rows,  # (BLOCK_M,) pointers to the rows of y, at the columns of the A slice
     mask_m,
-    num_pairs,
-    columns,
-    rank,
+    plane,  # elements of one split of y
+    RANK: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Return y @ B.T (BLOCK_M, BLOCK_N) in fp32, with y summed over the splits of K."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    y_rows = y_ptr + (first + tl.arange(0, BLOCK_M)).to(tl.int64) * columns + y_offset
-    for start in range(0, rank, BLOCK_R):
-        offs_r = start + tl.arange(0, BLOCK_R)
-        mask_r = offs_r < rank
-        # b (BLOCK_N, BLOCK_R), y (BLOCK_M, BLOCK_R)
-        b = tl.load(
-            b_rows[:, None] + offs_r[None, :], mask=mask_n[:, None] & mask_r[None, :], other=0.0
-        )
-        y = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-        for split in tl.static_range(SPLIT_K):
-            y += tl.load(
-                y_rows[:, None] + (split * num_pairs).to(tl.int64) * columns + offs_r[None, :],
-                mask=mask_m[:, None] & mask_r[None, :],
-                other=0.0,
-            )
+    """Return y @ B.T, (BLOCK_M, BLOCK_N) in fp32."""
+    y = load_y(y_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_M, BLOCK_R, 0)
+    acc = tl.dot(y.to(b_first.dtype), tl.trans(b_first), input_precision="ieee")
+    for start in tl.static_range(BLOCK_R, RANK, BLOCK_R):
+        b = load_b(b_rows, mask_n, RANK, BLOCK_R, start)
+        y = load_y(y_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_M, BLOCK_R, start)
         acc = tl.dot(y.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def _load_factors(
+def load_factors(
     pair, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, a_slice, top_k,
     stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
     USE_SCALING_TENSOR: tl.constexpr, USE_TOPK_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Return what each row's delta is multiplied with, (BLOCK_M,) fp32."""
+    """Return what each row's delta is multiplied with, fp32."""
     factors = tl.where(mask_m, 1.0, 0.0) * scaling_value
     if USE_SCALING_TENSOR:
         factors *= tl.load(
@@ -137,7 +166,7 @@ def _load_factors(
 @triton.jit(do_not_specialize=["num_pairs", "tile_capacity", "scaling_value"])
 def _fused_moe_lora_expand_kernel(
     output_ptr,  # (T, K, N), added to in place
-    y_ptr,  # (SPLIT_K, P, S*r) fp32
+    y_ptr,  # (SPLIT_K, P, S*r) fp32, or x's type where SPLIT_K is 1
     b_ptr,  # (L, E or 1, N, r)
     routing_ptr,  # the buffer of MoeLoraRouting, int32
     scaling_ptr,  # (L, E, S) fp32, with USE_SCALING_TENSOR
@@ -148,7 +177,6 @@ def _fused_moe_lora_expand_kernel(
     top_k,
     num_local_experts,
     slice_features,  # output columns that one A slice feeds
-    rank,
     stride_ot,
     stride_ok,
     stride_bl,
@@ -159,7 +187,7 @@ def _fused_moe_lora_expand_kernel(
     stride_ss,
     stride_wt,
     stride_wk,
-    HEADER: tl.constexpr,
+    RANK: tl.constexpr,
     A_SLICES: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     USE_SCALING_TENSOR: tl.constexpr,
@@ -168,49 +196,39 @@ def _fused_moe_lora_expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Grid (any,), strided. One item is (tile, A slice, block of output columns).
 
     With IS_INTERLEAVED (and two slices) one item owns BLOCK_N gate columns and their up columns.
     """
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     PARTS: tl.constexpr = 2 if IS_INTERLEAVED and A_SLICES == 2 else 1
     blocks_per_slice = tl.cdiv(slice_features, BLOCK_N)
     blocks_per_tile = blocks_per_slice * (A_SLICES // PARTS)
     num_items = tl.load(routing_ptr) * blocks_per_tile
+    plane = num_pairs.to(tl.int64) * (A_SLICES * RANK)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         a_slice = (item // blocks_per_slice) % (A_SLICES // PARTS)
         tile = item // blocks_per_tile
-        virtual_id, first, rows = _load_tile(routing_ptr, tile, num_pairs, tile_capacity, HEADER)
+        virtual_id, first, rows = load_tile(routing_ptr, tile, num_pairs, tile_capacity)
         slot = (virtual_id // num_local_experts).to(tl.int64)
         expert = (virtual_id % num_local_experts).to(tl.int64)
         offs_m = tl.arange(0, BLOCK_M)
         mask_m = offs_m < rows
-        pair = tl.load(routing_ptr + HEADER + first + offs_m, mask=mask_m, other=0).to(tl.int64)
+        pair = tl.load(routing_ptr + ROUTING_HEADER + first + offs_m, mask=mask_m, other=0).to(
+            tl.int64
+        )
         out_rows = output_ptr + (pair // top_k) * stride_ot + (pair % top_k) * stride_ok
         offs_j = (item % blocks_per_slice) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_j = offs_j < slice_features
-        b_group = b_ptr + slot * stride_bl + expert * stride_be
         offs_n = a_slice * slice_features + offs_j * PARTS
-        factors = _load_factors(
-            pair, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, a_slice,
-            top_k, stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
-            USE_SCALING_TENSOR, USE_TOPK_WEIGHTS,
-        )  # fmt: skip
-        delta = factors[:, None] * _expand_dot(
-            y_ptr, b_ptr_rows(b_group, offs_n, stride_bn), mask_j, a_slice * rank, first, mask_m,
-            num_pairs, A_SLICES * rank, rank, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R,
-        )  # fmt: skip
+        b_rows = b_ptr + slot * stride_bl + expert * stride_be + offs_n.to(tl.int64) * stride_bn
+        y_rows = y_ptr + (first + offs_m).to(tl.int64) * (A_SLICES * RANK) + a_slice * RANK
+        b = load_b(b_rows, mask_j, RANK, BLOCK_R, 0)
         if PARTS == 2:
-            factors = _load_factors(
-                pair, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, 1,
-                top_k, stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
-                USE_SCALING_TENSOR, USE_TOPK_WEIGHTS,
-            )  # fmt: skip
-            up = factors[:, None] * _expand_dot(
-                y_ptr, b_ptr_rows(b_group, offs_n + 1, stride_bn), mask_j, rank, first, mask_m,
-                num_pairs, A_SLICES * rank, rank, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R,
-            )  # fmt: skip
-            delta = tl.interleave(delta, up)
+            b_up = load_b(b_rows + stride_bn, mask_j, RANK, BLOCK_R, 0)
             offs_n = (item % blocks_per_slice) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
             mask_n = offs_n < 2 * slice_features
         else:
@@ -218,11 +236,29 @@ def _fused_moe_lora_expand_kernel(
         # (BLOCK_M, PARTS * BLOCK_N)
         out_ptrs = out_rows[:, None] + offs_n[None, :]
         mask = mask_m[:, None] & mask_n[None, :]
-        out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32) + delta
+        out = tl.load(out_ptrs, mask=mask, other=0.0)
+        factors = load_factors(
+            pair, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, a_slice,
+            top_k, stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
+            USE_SCALING_TENSOR, USE_TOPK_WEIGHTS,
+        )  # fmt: skip
+        if USE_PDL:
+            tl.extra.cuda.gdc_wait()
+        delta = factors[:, None] * expand_dot(
+            b, b_rows, mask_j, y_rows, mask_m, plane, RANK, SPLIT_K, BLOCK_M, BLOCK_R
+        )
+        if PARTS == 2:
+            factors = load_factors(
+                pair, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, 1,
+                top_k, stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
+                USE_SCALING_TENSOR, USE_TOPK_WEIGHTS,
+            )  # fmt: skip
+            up = factors[:, None] * expand_dot(
+                b_up, b_rows + stride_bn, mask_j, y_rows + RANK, mask_m, plane,
+                RANK, SPLIT_K, BLOCK_M, BLOCK_R,
+            )  # fmt: skip
+            delta = tl.interleave(delta, up)
+        out = out.to(tl.float32) + delta
         tl.store(out_ptrs, out.to(output_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def b_ptr_rows(b_group, offs_n, stride_bn):
-    """Return pointers to rows of B."""
-    return b_group + offs_n.to(tl.int64) * stride_bn
+    if USE_PDL:  # programs without an item too: whoever waits for us relies on the shrink's end
+        tl.extra.cuda.gdc_wait()

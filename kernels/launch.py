@@ -1,7 +1,12 @@
-"""Where the kernels can run: a GPU, or Triton's interpreter on the CPU. Nothing falls back."""
+"""Where and how the kernels are launched: a GPU, or Triton's interpreter. Nothing falls back."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
+from triton.runtime.driver import driver
 
 from moelora.kernels.errors import KernelUnavailableError
 
@@ -18,3 +23,64 @@ def require_triton(tensor: torch.Tensor) -> None:
         "TRITON_INTERPRET=1 before Triton is first imported (slow), or call "
         "moelora.kernels.fused_moe_lora_reference, which is plain PyTorch"
     )
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Return the number of multiprocessors; 132 where there is no GPU to ask."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def can_launch_early(device: torch.device) -> bool:
+    """Whether kernels may start while their predecessor ends (programmatic dependent launch)."""
+    if INTERPRETED or device.type == "cpu":
+        return False
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
+
+
+class Launch:
+    """One kernel with everything but its tensors: after the first call, launching is cheap.
+
+    The kernel's parameters must be tensors first, then numbers, then constexprs, in that order.
+    Repeated calls go straight to the compiled kernel, so whoever keeps a `Launch` must call it
+    only with tensors of the same types and of the same alignment to 16 bytes.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: int, numbers: Sequence[float], constants: dict[str, Any],
+        *, num_warps: int = 4, num_stages: int = 2, early: bool = False,
+    ) -> None:  # fmt: skip
+        self._kernel, self._grid, self._numbers = kernel, grid, tuple(numbers)
+        self._constants = constants
+        self._options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+        if early:
+            self._options["launch_pdl"] = True
+        self._compiled: Any = None
+        self._tail = (*self._numbers, *constants.values())
+
+    def __call__(self, stream: int | None, *tensors: torch.Tensor | None) -> None:
+        """Launch on `stream` (a raw handle; None: the current one, through Triton)."""
+        compiled = self._compiled
+        if compiled is not None and stream is not None:
+            compiled.run(
+                self._grid, 1, 1, stream, compiled.function, compiled.packed_metadata,
+                None, None, None,
+                *[None if t is None else t.data_ptr() for t in tensors], *self._tail,
+            )  # fmt: skip
+            return
+        self._compiled = self._kernel[(self._grid,)](
+            *tensors, *self._numbers, **self._constants, **self._options
+        )
+
+
+def raw_stream(device: torch.device) -> int | None:
+    """Return the handle for `Launch`, or None where it must go through Triton."""
+    if device.type != "cuda" or INTERPRETED or torch.version.hip:
+        return None
+    if triton.knobs.runtime.launch_enter_hook is not None:  # a profiler listens
+        return None
+    return int(torch._C._cuda_getCurrentRawStream(device.index))

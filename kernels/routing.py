@@ -11,13 +11,16 @@ Letters: T tokens, K top-k, P = T * K pairs, L adapter slots, E local experts, G
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from moelora.kernels.arguments import INT_DTYPES
 from moelora.kernels.errors import ArgumentError
-from moelora.kernels.launch import require_triton
-from moelora.kernels.tiles import choose_block_m
+from moelora.kernels.launch import Launch, can_launch_early, raw_stream, require_triton
+from moelora.kernels.routing_kernels import (
+    _count_pairs_kernel,
+    _route_by_comparing_kernel,
+    _scatter_pairs_kernel,
+)
+from moelora.kernels.tiles import cdiv, choose_block_m, power_of_2
 
 # Up to this many pairs each program compares its pairs with all others: one launch, no counters
 # per group. Above, the pairs are counted per group and scattered: two launches.
@@ -32,6 +35,9 @@ _SCAN_CHUNK = 2048
 COUNTER_HEADER = 8
 # Words before the sorted pairs in a routing buffer: [0] the number of tiles.
 ROUTING_HEADER = 8
+MAX_CACHED = 4096  # prepared launches, by shape
+
+_launches: dict[tuple[object, ...], list[Launch]] = {}
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class MoeLoraRouting:
     buffer: torch.Tensor
     num_pairs: int
     num_groups: int
-    block_m: int
+    block_m: int  # 0: the pairwise kernels are used, and there is nothing in the buffer
 
     @property
     def max_tiles(self) -> int:
@@ -96,224 +102,10 @@ def virtual_expert_ids(
 
 def max_tiles(num_pairs: int, num_groups: int, block_m: int) -> int:
     """Return the most tiles that `num_pairs` pairs in `num_groups` groups can need."""
+    if block_m == 0:  # no routing: the pairwise kernels
+        return 0
     groups = min(num_pairs, num_groups)
     return min(num_pairs, (num_pairs + groups * (block_m - 1)) // block_m)
-
-
-@triton.jit
-def _load_virtual_ids(
-    topk_ids_ptr,  # (T, K) int32 or int64
-    mapping_ptr,  # (T,) int32 or int64
-    offs_pair,
-    num_pairs,
-    top_k,
-    num_adapters,
-    num_local_experts,
-    stride_it,
-    stride_ik,
-    stride_mt,
-):
-    """Return the virtual expert of each pair, -1 for no work."""
-    mask = offs_pair < num_pairs
-    token = (offs_pair // top_k).to(tl.int64)
-    expert = tl.load(
-        topk_ids_ptr + token * stride_it + (offs_pair % top_k) * stride_ik, mask=mask, other=-1
-    )
-    slot = tl.load(mapping_ptr + token * stride_mt, mask=mask, other=-1)
-    has_work = (expert >= 0) & (expert < num_local_experts) & (slot >= 0) & (slot < num_adapters)
-    return tl.where(has_work, slot.to(tl.int32) * num_local_experts + expert.to(tl.int32), -1)
-
-
-@triton.jit
-def _store_tiles(
-    routing_ptr, is_first, slot, virtual_id, position, rows, num_pairs, tile_capacity,
-    HEADER: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    tiles_ptr = routing_ptr + HEADER + num_pairs
-    tl.store(tiles_ptr + slot, virtual_id, mask=is_first)
-    tl.store(tiles_ptr + tile_capacity + slot, position, mask=is_first)
-    tl.store(tiles_ptr + 2 * tile_capacity + slot, tl.minimum(rows, BLOCK_M), mask=is_first)
-
-
-@triton.jit(do_not_specialize=["num_pairs", "tile_capacity"])
-def _route_by_comparing_kernel(
-    topk_ids_ptr,  # (T, K) int
-    mapping_ptr,  # (T,) int
-    routing_ptr,  # the buffer of MoeLoraRouting, int32
-    cursor_ptr,  # (1,) int64: (programs that have finished) << 32 | tiles so far
-    num_pairs,
-    tile_capacity,
-    top_k,
-    num_adapters,
-    num_local_experts,
-    stride_it,
-    stride_ik,
-    stride_mt,
-    HEADER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Grid (cdiv(P, BLOCK_P),). One program places BLOCK_P pairs by comparing them with all pairs.
-
-    The position of a pair is the number of pairs with work that sort before it. The order of the
-    tiles depends on which program comes first; no result depends on the order of the tiles.
-    """
-    pid = tl.program_id(0)
-    offs_i = pid * BLOCK_P + tl.arange(0, BLOCK_P)
-    own = _load_virtual_ids(
-        topk_ids_ptr, mapping_ptr, offs_i, num_pairs, top_k, num_adapters, num_local_experts,
-        stride_it, stride_ik, stride_mt,
-    )  # fmt: skip
-    position = tl.zeros((BLOCK_P,), dtype=tl.int32)
-    rank = tl.zeros((BLOCK_P,), dtype=tl.int32)  # within the group
-    count = tl.zeros((BLOCK_P,), dtype=tl.int32)  # of the group
-    for start in range(0, num_pairs, CHUNK):
-        offs_j = start + tl.arange(0, CHUNK)
-        other = _load_virtual_ids(
-            topk_ids_ptr, mapping_ptr, offs_j, num_pairs, top_k, num_adapters, num_local_experts,
-            stride_it, stride_ik, stride_mt,
-        )  # fmt: skip
-        # (BLOCK_P, CHUNK)
-        same = (other[None, :] == own[:, None]).to(tl.int32)
-        earlier = same * (offs_j[None, :] < offs_i[:, None]).to(tl.int32)
-        smaller = ((other[None, :] < own[:, None]) & (other[None, :] >= 0)).to(tl.int32)
-        position += tl.sum(smaller + earlier, axis=1)
-        rank += tl.sum(earlier, axis=1)
-        count += tl.sum(same, axis=1)
-
-    has_work = own >= 0
-    tl.store(routing_ptr + HEADER + position, offs_i, mask=has_work)
-    is_first = has_work & (rank % BLOCK_M == 0)
-    firsts = is_first.to(tl.int32)
-    num_firsts = tl.sum(firsts, axis=0)
-    arrival = tl.full((), 1, tl.int64) << 32
-    state = tl.atomic_add(cursor_ptr, arrival + num_firsts, sem="relaxed")
-    base = (state & 0x7FFFFFFF).to(tl.int32)
-    slot = base + tl.cumsum(firsts, axis=0) - 1
-    _store_tiles(
-        routing_ptr, is_first, slot, own, position, count - rank, num_pairs, tile_capacity,
-        HEADER, BLOCK_M,
-    )  # fmt: skip
-    if (state >> 32) == tl.num_programs(0) - 1:  # the last one: all others have added theirs
-        tl.store(routing_ptr, base + num_firsts)
-        tl.store(cursor_ptr, tl.zeros((), dtype=tl.int64))
-
-
-@triton.jit
-def _scan_groups(
-    routing_ptr, counts_ptr, offsets_ptr, num_groups, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Turn counts per group into first positions and first tiles; leaves the counts zero."""
-    rows_before = tl.zeros((), dtype=tl.int32)
-    tiles_before = tl.zeros((), dtype=tl.int32)
-    for start in range(0, num_groups, CHUNK):
-        offs = start + tl.arange(0, CHUNK)
-        mask = offs < num_groups
-        # (CHUNK,), past L1: other programs have counted
-        counts = tl.load(counts_ptr + offs, mask=mask, other=0, cache_modifier=".cg")
-        tiles = (counts + BLOCK_M - 1) // BLOCK_M
-        tl.store(counts_ptr + offs, tl.zeros((CHUNK,), dtype=tl.int32), mask=mask)
-        tl.store(offsets_ptr + offs, rows_before + tl.cumsum(counts, 0) - counts, mask=mask)
-        tl.store(
-            offsets_ptr + num_groups + 1 + offs,
-            tiles_before + tl.cumsum(tiles, 0) - tiles,
-            mask=mask,
-        )
-        rows_before += tl.sum(counts, axis=0)
-        tiles_before += tl.sum(tiles, axis=0)
-    tl.store(offsets_ptr + num_groups, rows_before)
-    tl.store(routing_ptr, tiles_before)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def _count_pairs_kernel(
-    topk_ids_ptr,  # (T, K) int
-    mapping_ptr,  # (T,) int
-    routing_ptr,  # the buffer of MoeLoraRouting, int32
-    ranks_ptr,  # (P,) int32, out: rank of the pair within its group
-    offsets_ptr,  # (2 * G + 1,) int32, out: first position of each group, then its first tile
-    counts_ptr,  # (G,) int32, zero before and after
-    ticket_ptr,  # (1,) int32, zero before and after
-    num_pairs,
-    num_groups,
-    top_k,
-    num_adapters,
-    num_local_experts,
-    stride_it,
-    stride_ik,
-    stride_mt,
-    BLOCK_M: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Grid (cdiv(P, BLOCK_P),). One program counts BLOCK_P pairs; the last one to end scans.
-
-    Pairs of one group are added to its counter together, so a hot expert costs one atomic per
-    program. Ranks within a group follow the order of arrival; no result depends on it.
-    """
-    pid = tl.program_id(0)
-    offs = pid * BLOCK_P + tl.arange(0, BLOCK_P)
-    own = _load_virtual_ids(
-        topk_ids_ptr, mapping_ptr, offs, num_pairs, top_k, num_adapters, num_local_experts,
-        stride_it, stride_ik, stride_mt,
-    )  # fmt: skip
-    has_work = own >= 0
-    # (BLOCK_P, BLOCK_P)
-    same = (own[:, None] == own[None, :]) & has_work[:, None]
-    index = tl.arange(0, BLOCK_P)
-    rank = tl.sum((same & (index[None, :] < index[:, None])).to(tl.int32), axis=1)
-    leader = tl.min(tl.where(same, index[None, :], BLOCK_P), axis=1)
-    count = tl.sum(same.to(tl.int32), axis=1)
-    base = tl.atomic_add(counts_ptr + own, count, mask=has_work & (leader == index), sem="relaxed")
-    # each pair takes what its leader got
-    base = tl.sum(tl.where(leader[:, None] == index[None, :], base[None, :], 0), axis=1)
-    tl.store(ranks_ptr + offs, tl.where(has_work, base + rank, -1), mask=offs < num_pairs)
-
-    tl.debug_barrier()
-    ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel")
-    if ticket == tl.num_programs(0) - 1:
-        tl.debug_barrier()
-        _scan_groups(routing_ptr, counts_ptr, offsets_ptr, num_groups, BLOCK_M, CHUNK)
-        tl.store(ticket_ptr, 0)
-
-
-@triton.jit(do_not_specialize=["num_pairs", "tile_capacity"])
-def _scatter_pairs_kernel(
-    topk_ids_ptr,  # (T, K) int
-    mapping_ptr,  # (T,) int
-    routing_ptr,  # the buffer of MoeLoraRouting, int32
-    ranks_ptr,  # (P,) int32
-    offsets_ptr,  # (2 * G + 1,) int32
-    num_pairs,
-    tile_capacity,
-    num_groups,
-    top_k,
-    num_adapters,
-    num_local_experts,
-    stride_it,
-    stride_ik,
-    stride_mt,
-    HEADER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Grid (cdiv(P, BLOCK_P),). One program writes BLOCK_P pairs, and the tiles that begin there."""
-    offs = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    own = _load_virtual_ids(
-        topk_ids_ptr, mapping_ptr, offs, num_pairs, top_k, num_adapters, num_local_experts,
-        stride_it, stride_ik, stride_mt,
-    )  # fmt: skip
-    has_work = own >= 0
-    rank = tl.load(ranks_ptr + offs, mask=has_work, other=0)
-    first = tl.load(offsets_ptr + own, mask=has_work, other=0)
-    end = tl.load(offsets_ptr + own + 1, mask=has_work, other=0)
-    first_tile = tl.load(offsets_ptr + num_groups + 1 + own, mask=has_work, other=0)
-    tl.store(routing_ptr + HEADER + first + rank, offs, mask=has_work)
-    _store_tiles(
-        routing_ptr, has_work & (rank % BLOCK_M == 0), first_tile + rank // BLOCK_M, own,
-        first + rank, end - first - rank, num_pairs, tile_capacity, HEADER, BLOCK_M,
-    )  # fmt: skip
 
 
 def _check(topk_ids: torch.Tensor, token_lora_mapping: torch.Tensor, num_groups: int) -> None:
@@ -333,6 +125,8 @@ def _check(topk_ids: torch.Tensor, token_lora_mapping: torch.Tensor, num_groups:
 
 def routing_words(num_pairs: int, num_groups: int, block_m: int) -> int:
     """Return the int32 words of a routing buffer, scratch included."""
+    if block_m == 0:
+        return 0
     words = ROUTING_HEADER + num_pairs + 3 * max_tiles(num_pairs, num_groups, block_m)
     return words if num_pairs <= MAX_PAIRS_COMPARED else words + num_pairs + 2 * num_groups + 1
 
@@ -349,14 +143,16 @@ def build_routing(
     """Group the pairs of a layer by virtual expert; give the result to both stages' calls.
 
     topk_ids: (T, K) local expert ids, negative for experts elsewhere. token_lora_mapping: (T,)
-    adapter slots, -1 for base-only tokens. Reads nothing back to the host.
+    adapter slots, -1 for base-only tokens. block_m: rows of a tile, by default from the tile
+    rule; 0 asks for the pairwise kernels, which need no routing. Reads nothing back to the host.
     """
     from moelora.kernels import ops
 
     num_groups = num_adapters * num_local_experts
     _check(topk_ids, token_lora_mapping, num_groups)
     require_triton(topk_ids)
-    block_m = block_m or choose_block_m(topk_ids.numel(), num_groups)
+    if block_m is None:
+        block_m = choose_block_m(topk_ids.numel(), num_groups)
     if not ops.goes_through_operator(topk_ids):
         return build_routing_eager(
             topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m, workspace
@@ -380,34 +176,67 @@ def build_routing_eager(
     words = routing_words(num_pairs, num_groups, block_m)
     buffer = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
     routing = MoeLoraRouting(buffer, num_pairs, num_groups, block_m)
-    if num_pairs == 0:
+    if num_pairs == 0 or block_m == 0:
         return routing
-    capacity = routing.max_tiles
     comparing = num_pairs <= MAX_PAIRS_COMPARED
     counters = _counters(topk_ids, 0 if comparing else num_groups, workspace)
-    ids = (num_adapters, num_local_experts, *topk_ids.stride(), token_lora_mapping.stride(0))
-    if comparing:
-        _route_by_comparing_kernel[(triton.cdiv(num_pairs, _COMPARE_BLOCK),)](
-            topk_ids, token_lora_mapping, buffer, counters[:2].view(torch.int64),
-            num_pairs, capacity, topk_ids.shape[1], *ids,
-            HEADER=ROUTING_HEADER, BLOCK_M=block_m, BLOCK_P=_COMPARE_BLOCK,
-            CHUNK=min(_COMPARE_CHUNK, max(16, triton.next_power_of_2(num_pairs))), num_warps=8,
-        )  # fmt: skip
-        return routing
-    base_words = ROUTING_HEADER + num_pairs + 3 * capacity
-    ranks, offsets = buffer[base_words:], buffer[base_words + num_pairs :]
-    _count_pairs_kernel[(triton.cdiv(num_pairs, _COUNT_BLOCK),)](
-        topk_ids, token_lora_mapping, buffer, ranks, offsets, counters[COUNTER_HEADER:],
-        counters[2:], num_pairs, num_groups, topk_ids.shape[1], *ids,
-        BLOCK_M=block_m, BLOCK_P=_COUNT_BLOCK,
-        CHUNK=min(_SCAN_CHUNK, triton.next_power_of_2(num_groups)), num_warps=8,
+    key = (
+        topk_ids.shape, topk_ids.stride(), topk_ids.dtype, topk_ids.data_ptr() & 15,
+        token_lora_mapping.stride(), token_lora_mapping.dtype, token_lora_mapping.data_ptr() & 15,
+        topk_ids.device, num_adapters, num_local_experts, block_m, comparing,
+        buffer.data_ptr() & 15, counters.data_ptr() & 15,
     )  # fmt: skip
-    _scatter_pairs_kernel[(triton.cdiv(num_pairs, _SCATTER_BLOCK),)](
-        topk_ids, token_lora_mapping, buffer, ranks, offsets, num_pairs, capacity, num_groups,
-        topk_ids.shape[1], *ids,
-        HEADER=ROUTING_HEADER, BLOCK_M=block_m, BLOCK_P=_SCATTER_BLOCK,
-    )  # fmt: skip
+    launches = _launches.get(key)
+    if launches is None:
+        if len(_launches) >= MAX_CACHED:
+            _launches.clear()
+        launches = _launches[key] = _prepare(
+            topk_ids, token_lora_mapping, num_adapters, num_local_experts, routing, comparing
+        )
+    stream = raw_stream(topk_ids.device)
+    for launch in launches:
+        launch(stream, topk_ids, token_lora_mapping, buffer, counters)
     return routing
+
+
+def _prepare(
+    topk_ids: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    num_adapters: int,
+    num_local_experts: int,
+    routing: MoeLoraRouting,
+    comparing: bool,
+) -> list[Launch]:
+    early = can_launch_early(topk_ids.device)
+    num_pairs, num_groups, block_m = routing.num_pairs, routing.num_groups, routing.block_m
+    sizes = (num_pairs, routing.max_tiles)
+    ids = (
+        topk_ids.shape[1], num_adapters, num_local_experts, *topk_ids.stride(),
+        token_lora_mapping.stride(0),
+    )  # fmt: skip
+    constants = {"BLOCK_M": block_m, "BLOCK_P": _COMPARE_BLOCK}
+    if comparing:
+        chunk = power_of_2(num_pairs, 16, _COMPARE_CHUNK)
+        return [
+            Launch(
+                _route_by_comparing_kernel, cdiv(num_pairs, _COMPARE_BLOCK), (*sizes, *ids),
+                {**constants, "CHUNK": chunk, "USE_PDL": early}, num_warps=8, early=early,
+            )
+        ]  # fmt: skip
+    return [
+        Launch(
+            _count_pairs_kernel, cdiv(num_pairs, _COUNT_BLOCK), (*sizes, num_groups, *ids),
+            {
+                "COUNTERS": COUNTER_HEADER, "BLOCK_M": block_m, "BLOCK_P": _COUNT_BLOCK,
+                "CHUNK": power_of_2(num_groups, 16, _SCAN_CHUNK), "USE_PDL": early,
+            },
+            num_warps=8, early=early,
+        ),
+        Launch(
+            _scatter_pairs_kernel, cdiv(num_pairs, _SCATTER_BLOCK), (*sizes, num_groups, *ids),
+            {"BLOCK_M": block_m, "BLOCK_P": _SCATTER_BLOCK, "USE_PDL": early}, early=early,
+        ),
+    ]  # fmt: skip
 
 
 def _counters(

@@ -1,18 +1,20 @@
-"""The tile rule: sizes of tiles and splits from rows per group, r, K and the number of SMs.
+"""The tile rule: tiles and splits from rows per group, r, K and the number of multiprocessors.
 
-Host-known sizes only: nothing is searched or read back at run time.
+Sizes known to the host only: nothing is searched, or read back from the device, at run time.
+TUNING.md says what each number was measured against.
 """
 
-import functools
+import math
 from typing import NamedTuple
 
-import torch
+PROGRAMS_PER_SM = 16
 
 
 class ShrinkTile(NamedTuple):
     block_r: int
     block_k: int
     split_k: int
+    k_per_split: int
     num_warps: int
     num_stages: int
 
@@ -24,39 +26,80 @@ class ExpandTile(NamedTuple):
     num_stages: int
 
 
-def next_power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
 
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    """Return the number of multiprocessors; 132 where there is no GPU to ask."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def power_of_2(n: int, least: int, most: int) -> int:
+    """Return n rounded up to a power of two, within [least, most] (powers of two)."""
+    return min(most, max(least, 1 << max(0, n - 1).bit_length()))
+
+
+def expected_groups(num_pairs: int, num_groups: int) -> float:
+    """Return how many of the groups `num_pairs` evenly drawn pairs are expected to hit."""
+    return num_groups * -math.expm1(-num_pairs / num_groups) if num_groups else 0.0
+
+
+def prefers_pairs(num_pairs: int, num_groups: int) -> bool:
+    """Whether to skip the routing: few pairs, of which hardly two share a group's weights."""
+    return num_pairs <= 512 and num_pairs < 1.6 * expected_groups(num_pairs, num_groups)
 
 
 def choose_block_m(num_pairs: int, num_groups: int) -> int:
-    """Return the rows of a tile: the smallest that does not cut a typical group too often."""
+    """Return the rows of a tile: the smallest that does not cut a typical group too often.
+
+    0 where the pairwise kernels are the better choice.
+    """
+    if prefers_pairs(num_pairs, num_groups):
+        return 0
     rows = num_pairs / max(1, min(num_groups, num_pairs))
     if rows <= 24:
         return 16
     return 32 if rows <= 64 else 64
 
 
-def shrink_tile(block_m: int, columns: int, in_features: int, tiles: int, sms: int) -> ShrinkTile:
-    """columns: S * r. tiles: an estimate of the tiles in use."""
-    block_r = min(128, max(16, next_power_of_2(columns)))
-    block_k = 128 if block_r <= 64 else 64
-    steps = -(-in_features // block_k)
-    programs = tiles * -(-columns // block_r)
-    split_k = 1
-    while split_k < 16 and programs * split_k < 2 * sms and steps >= 4 * split_k:
-        split_k *= 2
-    return ShrinkTile(block_r, block_k, split_k, 4, 3)
+def _split(in_features: int, block_k: int, splits: int) -> tuple[int, int]:
+    """Return (split_k, k_per_split): about `splits` parts of whole blocks, none of them empty."""
+    steps = cdiv(in_features, block_k)
+    per_split = cdiv(steps, max(1, min(splits, steps)))
+    return cdiv(steps, per_split), per_split * block_k
 
 
-def expand_tile(block_m: int, rank: int, columns: int) -> ExpandTile:
-    """columns: the output columns that one A slice feeds."""
-    block_n = min(128, max(16, next_power_of_2(columns)))
-    return ExpandTile(block_n, min(64, max(16, next_power_of_2(rank))), 4, 2)
+def pairwise_shrink_tile(num_pairs: int, columns: int, in_features: int, sms: int) -> ShrinkTile:
+    """columns: S * r."""
+    block_r = power_of_2(columns, 4, 64)
+    block_k = power_of_2(in_features, 64, max(128, 8192 // block_r))
+    if block_k > 256:
+        block_k = 256 if num_pairs * cdiv(in_features, 512) < 2 * sms else 512
+    programs = num_pairs * cdiv(columns, block_r)
+    splits = cdiv(8 * PROGRAMS_PER_SM * sms, max(1, programs))
+    split_k, k_per_split = _split(in_features, block_k, min(64, splits))
+    return ShrinkTile(block_r, block_k, split_k, k_per_split, 4, 1)
+
+
+def pairwise_expand_tile(num_pairs: int, rank: int, out_features: int, sms: int) -> ExpandTile:
+    block_r = power_of_2(rank, 4, 64)
+    few = num_pairs * out_features * block_r < 4096 * 2 * sms
+    block_n = power_of_2(out_features, 32, max(32, (2048 if few else 4096) // block_r))
+    return ExpandTile(min(512, block_n), block_r, 4, 1)
+
+
+def grouped_shrink_tile(
+    num_pairs: int, num_groups: int, block_m: int, columns: int, in_features: int, sms: int
+) -> ShrinkTile:
+    """columns: S * r."""
+    block_r = power_of_2(columns, 16, 128)
+    block_k = power_of_2(in_features, 32, 128 if block_r <= 64 else 64)
+    groups = max(1.0, expected_groups(num_pairs, num_groups))
+    tiles = max(groups, num_pairs / block_m) * cdiv(columns, block_r)
+    split_k, k_per_split = _split(in_features, block_k, cdiv(4 * sms, int(tiles)))
+    while split_k > 1 and k_per_split < 4 * block_k:  # a few steps to pipeline
+        split_k, k_per_split = _split(in_features, block_k, split_k // 2)
+    return ShrinkTile(block_r, block_k, split_k, k_per_split, 4, 4)
+
+
+def grouped_expand_tile(block_m: int, rank: int, slice_features: int) -> ExpandTile:
+    """slice_features: output columns that one A slice feeds."""
+    block_r = power_of_2(rank, 16, 64)
+    block_n = power_of_2(slice_features, 16, 256 if block_m == 16 and block_r <= 32 else 128)
+    return ExpandTile(block_n, block_r, 4, 2)

@@ -37,15 +37,24 @@ CASES = [
 ]
 
 
+# The paths a call can take: pairs one by one, or in tiles, grouped in one of two ways.
+PATHS = {"pairwise": (0, 0), "compared": (16, 2**20), "counted": (16, 0), "tall": (64, 2**20)}
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_reference(case: Case) -> None:
-    run_and_check(make_problem(case, seed=1, device=DEVICE))
+def test_agrees_with_reference(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block_m, compared = PATHS[path]
+    monkeypatch.setattr("moelora.kernels.routing.MAX_PAIRS_COMPARED", compared)
+    p = make_problem(case, seed=1, device=DEVICE)
+    routing = build_routing(
+        *p.args[3:], num_adapters=case.L, num_local_experts=case.E, block_m=block_m
+    )
+    run_and_check(p, routing=routing)
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[6], CASES[19]], ids=str)
-def test_counting_route_agrees_too(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The route for many pairs, on few: counters per group, a scan, a scatter."""
-    monkeypatch.setattr("moelora.kernels.routing.MAX_PAIRS_COMPARED", 0)
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+def test_chooses_a_path_itself(case: Case) -> None:
     run_and_check(make_problem(case, seed=2, device=DEVICE))
 
 

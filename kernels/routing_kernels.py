@@ -1,0 +1,249 @@
+"""The kernels that group (token, k) pairs by virtual expert; routing.py launches them.
+
+Letters: T tokens, K top-k, P = T * K pairs, L adapter slots, E local experts, G = L * E groups.
+USE_PDL as in grouped.py.
+"""
+
+import triton
+import triton.language as tl
+
+from moelora.kernels.grouped import ROUTING_HEADER
+
+
+@triton.jit
+def _load_virtual_ids(
+    topk_ids_ptr,  # (T, K) int32 or int64
+    mapping_ptr,  # (T,) int32 or int64
+    offs_pair,
+    num_pairs,
+    top_k,
+    num_adapters,
+    num_local_experts,
+    stride_it,
+    stride_ik,
+    stride_mt,
+):
+    """Return the virtual expert of each pair, -1 for no work."""
+    mask = offs_pair < num_pairs
+    token = (offs_pair // top_k).to(tl.int64)
+    expert = tl.load(
+        topk_ids_ptr + token * stride_it + (offs_pair % top_k) * stride_ik, mask=mask, other=-1
+    )
+    slot = tl.load(mapping_ptr + token * stride_mt, mask=mask, other=-1)
+    has_work = (expert >= 0) & (expert < num_local_experts) & (slot >= 0) & (slot < num_adapters)
+    return tl.where(has_work, slot.to(tl.int32) * num_local_experts + expert.to(tl.int32), -1)
+
+
+@triton.jit
+def _store_tiles(
+    routing_ptr, is_first, slot, virtual_id, position, rows, num_pairs, tile_capacity,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    tiles_ptr = routing_ptr + ROUTING_HEADER + num_pairs
+    tl.store(tiles_ptr + slot, virtual_id, mask=is_first)
+    tl.store(tiles_ptr + tile_capacity + slot, position, mask=is_first)
+    tl.store(tiles_ptr + 2 * tile_capacity + slot, tl.minimum(rows, BLOCK_M), mask=is_first)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "tile_capacity"])
+def _route_by_comparing_kernel(
+    topk_ids_ptr,  # (T, K) int
+    mapping_ptr,  # (T,) int
+    routing_ptr,  # the buffer of MoeLoraRouting, int32
+    counters_ptr,  # [0:2] as int64: (programs that have finished) << 32 | tiles so far
+    num_pairs,
+    tile_capacity,
+    top_k,
+    num_adapters,
+    num_local_experts,
+    stride_it,
+    stride_ik,
+    stride_mt,
+    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    CHUNK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Grid (cdiv(P, BLOCK_P),). One program places BLOCK_P pairs by comparing them with all pairs.
+
+    The position of a pair is the number of pairs with work that sort before it. The order of the
+    tiles depends on which program comes first; no result depends on the order of the tiles.
+    """
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pid = tl.program_id(0)
+    offs_i = pid * BLOCK_P + tl.arange(0, BLOCK_P)
+    own = _load_virtual_ids(
+        topk_ids_ptr, mapping_ptr, offs_i, num_pairs, top_k, num_adapters, num_local_experts,
+        stride_it, stride_ik, stride_mt,
+    )  # fmt: skip
+    position = tl.zeros((BLOCK_P,), dtype=tl.int32)
+    rank = tl.zeros((BLOCK_P,), dtype=tl.int32)  # within the group
+    count = tl.zeros((BLOCK_P,), dtype=tl.int32)  # of the group
+    for start in range(0, num_pairs, CHUNK):
+        offs_j = start + tl.arange(0, CHUNK)
+        other = _load_virtual_ids(
+            topk_ids_ptr, mapping_ptr, offs_j, num_pairs, top_k, num_adapters, num_local_experts,
+            stride_it, stride_ik, stride_mt,
+        )  # fmt: skip
+        # (BLOCK_P, CHUNK)
+        same = (other[None, :] == own[:, None]).to(tl.int32)
+        earlier = same * (offs_j[None, :] < offs_i[:, None]).to(tl.int32)
+        smaller = ((other[None, :] < own[:, None]) & (other[None, :] >= 0)).to(tl.int32)
+        position += tl.sum(smaller + earlier, axis=1)
+        rank += tl.sum(earlier, axis=1)
+        count += tl.sum(same, axis=1)
+
+    has_work = own >= 0
+    tl.store(routing_ptr + ROUTING_HEADER + position, offs_i, mask=has_work)
+    is_first = has_work & (rank % BLOCK_M == 0)
+    firsts = is_first.to(tl.int32)
+    num_firsts = tl.sum(firsts, axis=0)
+    cursor_ptr = counters_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    arrival = tl.full((), 1, tl.int64) << 32
+    state = tl.atomic_add(cursor_ptr, arrival + num_firsts, sem="relaxed")
+    base = (state & 0x7FFFFFFF).to(tl.int32)
+    slot = base + tl.cumsum(firsts, axis=0) - 1
+    _store_tiles(
+        routing_ptr, is_first, slot, own, position, count - rank, num_pairs, tile_capacity,
+        BLOCK_M,
+    )  # fmt: skip
+    if (state >> 32) == tl.num_programs(0) - 1:  # the last one: all others have added theirs
+        tl.store(routing_ptr, base + num_firsts)
+        tl.store(cursor_ptr, tl.zeros((), dtype=tl.int64))
+
+
+@triton.jit
+def _scan_groups(
+    routing_ptr, counts_ptr, offsets_ptr, num_groups, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Turn counts per group into first positions and first tiles; leaves the counts zero."""
+    rows_before = tl.zeros((), dtype=tl.int32)
+    tiles_before = tl.zeros((), dtype=tl.int32)
+    for start in range(0, num_groups, CHUNK):
+        offs = start + tl.arange(0, CHUNK)
+        mask = offs < num_groups
+        # (CHUNK,), past L1: other programs have counted
+        counts = tl.load(counts_ptr + offs, mask=mask, other=0, cache_modifier=".cg")
+        tiles = (counts + BLOCK_M - 1) // BLOCK_M
+        tl.store(counts_ptr + offs, tl.zeros((CHUNK,), dtype=tl.int32), mask=mask)
+        tl.store(offsets_ptr + offs, rows_before + tl.cumsum(counts, 0) - counts, mask=mask)
+        tl.store(
+            offsets_ptr + num_groups + 1 + offs,
+            tiles_before + tl.cumsum(tiles, 0) - tiles,
+            mask=mask,
+        )
+        rows_before += tl.sum(counts, axis=0)
+        tiles_before += tl.sum(tiles, axis=0)
+    tl.store(offsets_ptr + num_groups, rows_before)
+    tl.store(routing_ptr, tiles_before)
+
+
+@triton.jit
+def scratch(routing_ptr, num_pairs, tile_capacity):
+    """Return (ranks, offsets), which lie behind the tiles of a routing buffer.
+
+    ranks: (P,) int32, of each pair within its group. offsets: (2 * G + 1,) int32, the first
+    position of each group and the end of the last, then the first tile of each group.
+    """
+    ranks_ptr = routing_ptr + ROUTING_HEADER + num_pairs + 3 * tile_capacity
+    return ranks_ptr, ranks_ptr + num_pairs
+
+
+@triton.jit(do_not_specialize=["num_pairs", "tile_capacity"])
+def _count_pairs_kernel(
+    topk_ids_ptr,  # (T, K) int
+    mapping_ptr,  # (T,) int
+    routing_ptr,  # the buffer of MoeLoraRouting, int32
+    counters_ptr,  # [2] ticket, [COUNTERS:] (G,) counts; zero before and after
+    num_pairs,
+    tile_capacity,
+    num_groups,
+    top_k,
+    num_adapters,
+    num_local_experts,
+    stride_it,
+    stride_ik,
+    stride_mt,
+    COUNTERS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    CHUNK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Grid (cdiv(P, BLOCK_P),). One program counts BLOCK_P pairs; the last one to end scans.
+
+    Pairs of one group are added to its counter together, so a hot expert costs one atomic per
+    program. Ranks within a group follow the order of arrival; no result depends on it.
+    """
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    ranks_ptr, offsets_ptr = scratch(routing_ptr, num_pairs, tile_capacity)
+    counts_ptr = counters_ptr + COUNTERS
+    pid = tl.program_id(0)
+    offs = pid * BLOCK_P + tl.arange(0, BLOCK_P)
+    own = _load_virtual_ids(
+        topk_ids_ptr, mapping_ptr, offs, num_pairs, top_k, num_adapters, num_local_experts,
+        stride_it, stride_ik, stride_mt,
+    )  # fmt: skip
+    has_work = own >= 0
+    # (BLOCK_P, BLOCK_P)
+    same = (own[:, None] == own[None, :]) & has_work[:, None]
+    index = tl.arange(0, BLOCK_P)
+    rank = tl.sum((same & (index[None, :] < index[:, None])).to(tl.int32), axis=1)
+    leader = tl.min(tl.where(same, index[None, :], BLOCK_P), axis=1)
+    count = tl.sum(same.to(tl.int32), axis=1)
+    base = tl.atomic_add(counts_ptr + own, count, mask=has_work & (leader == index), sem="relaxed")
+    # each pair takes what its leader got
+    base = tl.sum(tl.where(leader[:, None] == index[None, :], base[None, :], 0), axis=1)
+    tl.store(ranks_ptr + offs, tl.where(has_work, base + rank, -1), mask=offs < num_pairs)
+
+    tl.debug_barrier()
+    ticket = tl.atomic_add(counters_ptr + 2, 1, sem="acq_rel")
+    if ticket == tl.num_programs(0) - 1:
+        tl.debug_barrier()
+        _scan_groups(routing_ptr, counts_ptr, offsets_ptr, num_groups, BLOCK_M, CHUNK)
+        tl.store(counters_ptr + 2, 0)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "tile_capacity"])
+def _scatter_pairs_kernel(
+    topk_ids_ptr,  # (T, K) int
+    mapping_ptr,  # (T,) int
+    routing_ptr,  # the buffer of MoeLoraRouting, int32
+    counters_ptr,  # not used here
+    num_pairs,
+    tile_capacity,
+    num_groups,
+    top_k,
+    num_adapters,
+    num_local_experts,
+    stride_it,
+    stride_ik,
+    stride_mt,
+    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Grid (cdiv(P, BLOCK_P),). One program writes BLOCK_P pairs, and the tiles that begin there."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    ranks_ptr, offsets_ptr = scratch(routing_ptr, num_pairs, tile_capacity)
+    offs = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    own = _load_virtual_ids(
+        topk_ids_ptr, mapping_ptr, offs, num_pairs, top_k, num_adapters, num_local_experts,
+        stride_it, stride_ik, stride_mt,
+    )  # fmt: skip
+    has_work = own >= 0
+    rank = tl.load(ranks_ptr + offs, mask=has_work, other=0)
+    first = tl.load(offsets_ptr + own, mask=has_work, other=0)
+    end = tl.load(offsets_ptr + own + 1, mask=has_work, other=0)
+    first_tile = tl.load(offsets_ptr + num_groups + 1 + own, mask=has_work, other=0)
+    tl.store(routing_ptr + ROUTING_HEADER + first + rank, offs, mask=has_work)
+    _store_tiles(
+        routing_ptr, has_work & (rank % BLOCK_M == 0), first_tile + rank // BLOCK_M, own,
+        first + rank, end - first - rank, num_pairs, tile_capacity, BLOCK_M,
+    )  # fmt: skip

@@ -1,0 +1,45 @@
+"""Our kernels as a provider of the peer benchmark, which times them beside other engines' kernels.
+
+The benchmark gives `Base` and `register`, and cold inputs of one MoE layer: x (M, H), act (M*K, I),
+out1 (M, K, 2I) and out2 (M, K, H), to which the gate_up and the down delta are added.
+"""
+
+from typing import Any
+
+import torch
+from providers import Base, register
+
+from moelora.kernels import MoeLoraRouting, allocate_workspace, build_routing, fused_moe_lora
+
+
+@register
+class Ours(Base):
+    name = "ours"
+    block_m: int | None = None
+
+    def __init__(self, c: Any, w: Any, dev: torch.device) -> None:
+        super().__init__(c, w, dev)
+        groups, pairs = c.L * self.d["E"], c.M * self.d["K"]
+        partials = 64 * pairs * 2 * c.r if pairs <= 8192 else 4 * pairs * 2 * c.r
+        self.ws = allocate_workspace(groups, partials, dev)
+        # the factors do not change: what an engine passes as alpha / r of each adapter
+        self.scaling = torch.ones(c.L, 1, 1, dtype=torch.float32, device=dev)
+
+    def align(self, inp: Any) -> MoeLoraRouting:
+        return build_routing(
+            inp.ids, inp.map, num_adapters=self.c.L, num_local_experts=self.d["E"],
+            block_m=self.block_m, workspace=self.ws,
+        )  # fmt: skip
+
+    def gu(self, inp: Any, st: MoeLoraRouting) -> None:
+        fused_moe_lora(
+            inp.out1, inp.x, self.w.a_gu, self.w.b_gu, inp.ids, inp.map,
+            scaling=self.scaling, a_slices=2, routing=st, workspace=self.ws,
+        )  # fmt: skip
+
+    def dn(self, inp: Any, st: MoeLoraRouting) -> None:
+        act = inp.act.view(*inp.ids.shape, -1)
+        fused_moe_lora(
+            inp.out2, act, self.w.a_d, self.w.b_d, inp.ids, inp.map,
+            scaling=self.scaling, topk_weights=inp.tw, a_slices=1, routing=st, workspace=self.ws,
+        )  # fmt: skip
