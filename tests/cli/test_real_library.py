@@ -1,9 +1,10 @@
-"""Bad inputs on the real library: the right exit code, what to do next, and nothing left behind."""
+"""The command line on the real library: bad inputs are refused whole, good ones go all the way."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -147,3 +148,21 @@ def test_shard_and_unshard_give_the_same_tensors(good, tmp_path, capsys) -> None
     restored = load_file(tmp_path / "back" / WEIGHTS)
     assert source.keys() == restored.keys()
     assert all(source[key].equal(restored[key]) for key in source)
+
+
+def test_verify_says_pass_then_fail_after_one_flipped_byte(good, tmp_path, capsys) -> None:
+    shards = tmp_path / "s"
+    assert run(["shard", str(good / "adapter"), "--tp", "2", "--ep", "2", "-o", str(shards)]) == 0
+    # The printed line is what a user runs next, word for word.
+    line = capsys.readouterr().err.splitlines()[-1].removeprefix("next: moelora ")
+    command = [*shlex.split(line), "--device", "cpu", "--json"]
+    assert run(command) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "pass"
+    file = min(shards.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert run(command) == 1
+    assert json.loads(capsys.readouterr().out)["verdict"] == "fail"
+    file.unlink()
+    assert run(command) in (1, 3)
