@@ -181,10 +181,10 @@ def unsharded(model: nn.Module, plan: ShardPlan, witness: FileWitness) -> Iterat
     try:
         with torch.no_grad():
             for planned in plan.modules:
-                delta = witness.delta_weight(planned.module.base)
+                parameter = base_parameter(model, planned)
+                delta = witness.delta_weight(planned.module.base, str(parameter.device))
                 if delta is None:
                     continue
-                parameter = base_parameter(model, planned)
                 if planned.module.base.transposed:
                     delta = delta.transpose(1, 2)
                 saved.append((parameter, parameter.data))

@@ -43,11 +43,16 @@ def run_demo(out_dir: Path | None, say: Say) -> dict[str, Any]:
     Raises:
         DemoError: a step did not do what it should.
     """
-    if out_dir is not None:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        return _run_all(out_dir, say)
-    with tempfile.TemporaryDirectory(prefix="moelora-demo-") as folder:
-        return _run_all(Path(folder), say)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on models this small more threads only wait for each other
+    try:
+        if out_dir is not None:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            return _run_all(out_dir, say)
+        with tempfile.TemporaryDirectory(prefix="moelora-demo-") as folder:
+            return _run_all(Path(folder), say)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _run_all(root: Path, say: Say) -> dict[str, Any]:

@@ -126,16 +126,23 @@ class FileWitness:
             self._cache[key] = tensor
         return self._cache[key]
 
-    def delta_weight(self, module: BaseModule) -> torch.Tensor | None:
+    def delta_weight(self, module: BaseModule, device: str = "cpu") -> torch.Tensor | None:
         """Return the merged delta ``(out, in)`` or ``(num_experts, out, in)`` in float64."""
         if module.kind != "expert":
             found = self.linear(module.path)
             if found is None:
                 return None
             a, b, scaling = found
-            delta = b @ a * scaling
+            delta = b.to(device) @ a.to(device) * scaling
             return delta.T if module.kind == "embedding" else delta
-        unit = torch.eye(module.shape[2], dtype=torch.float64)
+        flat = self._flat(module)
+        if flat is not None:  # expert index fastest in B, slowest in A
+            a, b = flat
+            num_experts = module.num_experts
+            per_a = a.to(device).view(num_experts, -1, a.shape[1])
+            per_b = b.to(device).view(b.shape[0], -1, num_experts).permute(2, 0, 1)
+            return per_b @ per_a * self.scaling(module.path)
+        unit = torch.eye(module.shape[2], dtype=torch.float64, device=device)
         rows = [self.expert(module, e, unit) for e in range(module.num_experts)]
         if any(row is None for row in rows):
             return None

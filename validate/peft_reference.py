@@ -51,9 +51,10 @@ def load_peft(model: nn.Module, plan: ShardPlan, witness: FileWitness) -> PeftRe
         return PeftReference(error=f"{type(error).__name__}: {lines[0][:200]}")
     reference = PeftReference(peft_model)
     layers = lora_layers(peft_model)
+    device = str(next(peft_model.parameters()).device)
     for planned in plan.modules:
         layer = layers.get(planned.path)
-        wanted = witness.delta_weight(planned.module.base)
+        wanted = witness.delta_weight(planned.module.base, device)
         if wanted is None:
             continue
         if layer is None:
