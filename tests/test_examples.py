@@ -1,0 +1,32 @@
+"""The examples run, and the gate's workflow says what it should."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_python_example_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/01_shard_tiny_moe.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "PASS" in done.stdout
+    assert (tmp_path / "adapter-back/adapter_model.safetensors").is_file()
+
+
+def test_publish_gate_uploads_only_after_verify() -> None:
+    text = (ROOT / "examples/publish_gate.yml").read_text()
+    shard, verify, upload = (text.index(s) for s in ("moelora shard", "moelora verify", "hf upload"))
+    assert shard < verify < upload
+    publish = text[text.index("- name: Publish") : text.index("- if: always()")]
+    assert "if:" not in publish, "the upload must depend on the steps before it"
+    assert "continue-on-error" not in text
+    assert "shell: bash" in text, "without pipefail `| tee` would hide verify's exit code"
