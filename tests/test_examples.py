@@ -23,8 +23,9 @@ def test_python_example_runs(tmp_path: Path) -> None:
 
 
 def test_publish_gate_uploads_only_after_verify() -> None:
-    text = (ROOT / "examples/publish_gate.yml").read_text()
-    shard, verify, upload = (text.index(s) for s in ("moelora shard", "moelora verify", "hf upload"))
+    text = (ROOT / "examples/publish_gate.yml").read_text().partition("steps:")[2]
+    calls = ("moelora shard", "moelora verify", "hf upload")
+    shard, verify, upload = (text.index(call) for call in calls)
     assert shard < verify < upload
     publish = text[text.index("- name: Publish") : text.index("- if: always()")]
     assert "if:" not in publish, "the upload must depend on the steps before it"

@@ -37,7 +37,7 @@ class SimulatedJoins:
     """All ranks in one process."""
 
     def __init__(self, tp_size: int) -> None:
-        self.tp_ranks = range(tp_size)
+        self.tp_ranks: Sequence[int] = range(tp_size)
 
     def all_reduce(self, parts: list[torch.Tensor]) -> torch.Tensor:
         total = parts[0].float()

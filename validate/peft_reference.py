@@ -61,8 +61,8 @@ def load_peft(model: nn.Module, plan: ShardPlan, witness: FileWitness) -> PeftRe
             if float(wanted.norm()) > 0:
                 reference.dropped.append(planned.path)
             continue
-        error = _disagreement(layer, planned, wanted)
-        if not error <= LIMITS[planned.module.lora_A.dtype]:
+        difference = _disagreement(layer, planned, wanted)
+        if not difference <= LIMITS[planned.module.lora_A.dtype]:
             reference.differing.append(planned.path)
     return reference
 

@@ -206,7 +206,7 @@ class ExpertWeights:
     """The base model's stacked expert weights, seen as ``(num_experts, out, in)``."""
 
     def __init__(self, experts: nn.Module) -> None:
-        self.module = experts
+        self.module: Any = experts
         self.has_gate = getattr(experts, "has_gate", hasattr(experts, "gate_up_proj"))
         name = "gate_up_proj" if self.has_gate else "up_proj"
         self.up_weight, self.up_bias = self._get(name)

@@ -14,6 +14,7 @@ from moelora.slicing.errors import CannotRunError, InputError, UsageError
 from moelora.slicing.plan import ShardPlan, plan_shards
 from moelora.slicing.read import ShardSet
 from moelora.validate.base_weights import load_weights, prompt_tokens, random_tokens
+from moelora.validate.cast_witness import witness_of_shards
 from moelora.validate.check_bytes import check_bytes, load_all
 from moelora.validate.check_deltas import check_deltas
 from moelora.validate.check_logits import check_logits
@@ -43,7 +44,7 @@ def verify(
 ) -> VerifyReport:
     """Compare a shard set with the adapter it was made from; see ``VerifyReport.verdict``.
 
-    adapter, base: default to what the manifest names. kernel: ``triton`` for the fused kernel
+    adapter, base: default to what the manifest names. revision: the adapter's. kernel: ``triton`` for the fused kernel
     (interpreted on a CPU), ``torch`` for the plain reference, ``auto`` for triton on a GPU.
     dtype: of the logits check; ``auto`` is bfloat16 on a GPU, float32 on a CPU.
     random_base: use random base weights, made from the config alone.
@@ -58,11 +59,11 @@ def verify(
     compute = DTYPES["bfloat16" if device == "cuda" else "float32"]
     if dtype != "auto":
         compute = DTYPES[dtype]
-    known = load_base_model(
-        base or opened.base_name, config_file=base_config, revision=revision if base else None
-    )
+    known = load_base_model(base or opened.base_name, config_file=base_config)
     name = adapter or opened.adapter_name
-    with Adapter.open(name, None if adapter else opened.body["adapter"].get("revision")) as source:
+    # --revision is the adapter's; without one, the revision that was sharded
+    recorded = None if adapter else opened.body["adapter"].get("revision")
+    with Adapter.open(name, revision or recorded) as source:
         plan = plan_shards(
             source,
             known,
@@ -106,7 +107,7 @@ def _run_lenses(
     joins = SimulatedJoins(shards.layout.tp_size)
     with torch.no_grad():
         check_deltas(
-            report, shards, plan, tensors, witness,
+            report, shards, plan, tensors, witness_of_shards(plan, witness),
             joins=joins, kernel=moe_lora, device=device, seed=seed,
         )  # fmt: skip
     if not _computable(report):

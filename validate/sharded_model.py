@@ -92,7 +92,7 @@ class ShardedModel:
         layout = self.plan.layout
         return [base_ranges(planned, self.plan, layout.coords(r)) for r in self.joins.tp_ranks]
 
-    def _plain_forward(self, module: nn.Module, planned: PlannedModule) -> Any:
+    def _plain_forward(self, module: Any, planned: PlannedModule) -> Any:
         loras, role = self._loras(planned), planned.placement.role
         if role == "embedding":
             return self._embedding_forward(module, loras)
