@@ -12,13 +12,10 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from moelora.slicing.errors import InputError
 from moelora.slicing.source import fetch_base_config
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Kind = Literal["linear", "embedding", "expert", "other"]
 _LAYER = re.compile(r"(.*?\.)?(?:layers|blocks|h)\.(\d+)\.(.+)")
@@ -34,6 +31,9 @@ class BaseModule:
     transposed: the base stores an expert weight as ``(num_experts, in, out)``.
     gate_up_layout: rows of a fused gate_up weight, ``concatenated`` or ``interleaved``.
     declares_transposed: the experts module has an ``is_transposed`` attribute; PEFT reads it.
+    flat: the base stores all experts' rows in one 2-D parameter (DBRX).
+    in_language_model: False for vision and audio towers and the projectors between.
+    num_key_value_heads: of the attention that the module belongs to, which may differ by layer.
     """
 
     path: str
@@ -42,6 +42,9 @@ class BaseModule:
     transposed: bool = False
     gate_up_layout: str | None = None
     declares_transposed: bool = True
+    flat: bool = False
+    in_language_model: bool = True
+    num_key_value_heads: int | None = None
 
     @property
     def layer(self) -> int | None:
@@ -94,20 +97,21 @@ class BaseModel:
 
     def experts_of(self, container: str) -> list[BaseModule]:
         """Return the expert parameters right under ``container``, in definition order."""
-        prefix = container + "."
-        return [
-            module
-            for path, module in self.modules.items()
-            if module.kind == "expert"
-            and path.startswith(prefix)
-            and "." not in path[len(prefix) :]
-        ]
+        return list(self._experts.get(container, ()))
+
+    @cached_property
+    def _experts(self) -> dict[str, list[BaseModule]]:
+        found: dict[str, list[BaseModule]] = {}
+        for path, module in self.modules.items():
+            if module.kind == "expert":
+                found.setdefault(path.rpartition(".")[0], []).append(module)
+        return found
 
     @cached_property
     def _layers(self) -> dict[str, list[int]]:
         found: dict[str, set[int]] = {}
         for module in self.modules.values():
-            if module.layer is None:
+            if module.layer is None or not module.in_language_model:
                 continue
             found.setdefault(layer_family(module.path), set()).add(module.layer)
             if module.kind == "expert":
@@ -117,7 +121,7 @@ class BaseModel:
 
     @cached_property
     def layers(self) -> set[int]:
-        """Every layer number of the model."""
+        """Every layer number of the language model."""
         return {layer for layers in self._layers.values() for layer in layers}
 
     def layers_with(self, path: str) -> list[int]:
@@ -136,6 +140,8 @@ def load_base_model(
     Raises:
         InputError: no config, not readable, or a model type that transformers does not know.
     """
+    from moelora.slicing.meta_model import build_config, build_meta_model, module_tree
+
     path = fetch_base_config(config_file or name_or_path, revision)
     raw = path.read_bytes()
     try:
@@ -147,87 +153,12 @@ def load_base_model(
             f"{path}: has no model_type",
             hint="this is not a transformers config.json; is it the adapter's config?",
         )
-    config = _build_config(fields, path)
-    model = build_meta_model(config, str(path))
+    config = build_config(fields, str(path))
     return BaseModel(
         name_or_path=name_or_path,
         model_type=fields["model_type"],
         config=config,
         config_sha256=hashlib.sha256(raw).hexdigest(),
-        modules=module_tree(model),
+        modules=module_tree(build_meta_model(config, str(path))),
         revision=revision,
-    )
-
-
-def _build_config(fields: dict[str, Any], path: Path) -> Any:
-    from transformers import AutoConfig
-
-    # auto_map names remote code, which is never run: the model type decides.
-    known = {k: v for k, v in fields.items() if k not in ("auto_map", "model_type")}
-    try:
-        return AutoConfig.for_model(fields["model_type"], **known)
-    except Exception as error:
-        raise InputError(
-            f"{path}: transformers cannot read a config of model type "
-            f"{fields['model_type']!r} ({type(error).__name__}: {error})",
-            hint="moelora places modules by transformers' own model; a newer transformers may "
-            "know this type",
-        ) from error
-
-
-def build_meta_model(config: Any, where: str) -> nn.Module:
-    """Return the model of ``config`` on the meta device (no memory for weights).
-
-    Raises:
-        InputError: transformers has no causal language model for this config.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except Exception as error:
-        raise InputError(
-            f"{where}: transformers cannot build a causal language model of type "
-            f"{config.model_type!r} ({type(error).__name__}: {error})"
-        ) from error
-
-
-def module_tree(model: nn.Module) -> dict[str, BaseModule]:
-    """Return every place that LoRA can change, by path, in definition order."""
-    from torch import nn
-
-    tree: dict[str, BaseModule] = {}
-    for path, module in model.named_modules():
-        parameters = dict(module.named_parameters(recurse=False))
-        experts = {name: p for name, p in parameters.items() if p.dim() == 3}
-        weight = parameters.get("weight")
-        if isinstance(module, nn.Embedding) and weight is not None:
-            tree[path] = BaseModule(path, "embedding", tuple(weight.shape))
-        elif weight is not None and weight.dim() == 2:
-            tree[path] = BaseModule(path, "linear", tuple(weight.shape))
-        elif weight is not None and weight.dim() > 2:
-            tree[path] = BaseModule(path, "other", tuple(weight.shape))
-        elif experts:
-            for name, parameter in experts.items():
-                entry = f"{path}.{name}"
-                tree[entry] = _expert(entry, name, module, tuple(parameter.shape))
-    return tree
-
-
-def _expert(path: str, name: str, module: nn.Module, shape: tuple[int, ...]) -> BaseModule:
-    transposed = bool(getattr(module, "is_transposed", False))
-    num_experts, first, second = shape
-    layout = None
-    if name == "gate_up_proj":
-        concatenated = getattr(module, "is_concatenated", True)
-        layout = "concatenated" if concatenated else "interleaved"
-    return BaseModule(
-        path,
-        "expert",
-        (num_experts, second, first) if transposed else shape,
-        transposed,
-        layout,
-        declares_transposed=hasattr(module, "is_transposed"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,13 +13,18 @@ from pathlib import Path
 
 from moelora.slicing.errors import OutputError
 
+# What moelora writes: --force must not take a training run's folder along with its adapter.
+_OWN_FILES = re.compile(
+    r"moelora(\.part)?\.json|adapter_config\.json|adapter_model[\w-]*\.safetensors"
+)
+
 
 @contextmanager
 def whole_folder(target: Path, *, marker: str, force: bool = False) -> Iterator[Path]:
     """Yield a temporary sibling of ``target``; it becomes ``target`` when the block ends well.
 
     marker: the file by which a folder is known as ours; ``force`` replaces only such folders
-    and empty ones. On any error nothing is left behind and an old target stays as it was.
+    with no file in them that moelora does not write, and empty ones. On any error nothing is left behind and an old target stays as it was.
 
     Raises:
         OutputError: the target exists, or cannot be written.
@@ -55,7 +61,9 @@ def check_target(target: Path, *, marker: str, force: bool) -> None:
     if not target.exists() and not target.is_symlink():
         return
     is_folder = target.is_dir() and not target.is_symlink()
-    ours = is_folder and ((target / marker).is_file() or not any(target.iterdir()))
+    names = sorted(p.name for p in target.iterdir()) if is_folder else []
+    others = [name for name in names if not _OWN_FILES.fullmatch(name)]
+    ours = is_folder and not others and (marker in names or not names)
     if not force:
         raise OutputError(
             f"{target}: exists already",
@@ -64,8 +72,9 @@ def check_target(target: Path, *, marker: str, force: bool) -> None:
             else "name another folder with -o",
         )
     if not ours:
+        why = f"it holds {others[:5]}" if marker in names else f"no {marker} in it"
         raise OutputError(
-            f"{target}: exists and is no folder that moelora wrote (no {marker} in it)",
+            f"{target}: exists and is no folder that moelora wrote ({why})",
             hint="--force replaces only moelora's own folders; name another with -o",
         )
 

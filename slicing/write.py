@@ -145,6 +145,12 @@ class RankWriter:
         self._file.close()
 
 
+_HINTS = {
+    "not_finite": "an adapter with NaN or Inf answers nothing but NaN: train or export again",
+    "overflow": "--dtype bfloat16 has the range of float32, --dtype keep casts nothing",
+}
+
+
 def _write_ranks(
     plan: ShardPlan, folder: Path, wanted: list[int], progress: Progress | None
 ) -> dict[int, tuple[str, int]]:
@@ -171,7 +177,7 @@ def _write_ranks(
             raise FaultsError(
                 plan.adapter.name_or_path,
                 faults,
-                hint="an adapter with NaN or Inf answers nothing but NaN: train or export again",
+                hint=_HINTS[faults[0].code],
             )
         return {rank: writer.finish() for rank, writer in writers.items()}
 

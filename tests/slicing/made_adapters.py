@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import BaseModel, load_base_model
+from moelora.slicing.errors import Fault, FaultsError
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
 from moelora.slicing.plan import ShardPlan, plan_shards
 from moelora.slicing.write import WriteReport, write_shards
@@ -136,6 +138,29 @@ def open_small(
     """Write an adapter and a small base, and open both."""
     base = load_base_model(write_base(folder / "base", family))
     return Adapter.open(write_adapter(folder / "adapter", tensors, **config)), base
+
+
+def faults_of(
+    folder: Path, tensors: Tensors, *, family: str = "qwen3_moe", tp: int = 1, **config: Any
+) -> list[Fault]:
+    """Plan a small adapter that must be refused; return its faults."""
+    adapter, base = open_small(folder, tensors, family=family, **config)
+    with pytest.raises(FaultsError) as caught:
+        plan_shards(adapter, base, ParallelLayout(tp))
+    error = caught.value
+    assert error.exit_code == 3
+    for fault in error.faults:  # a person and a program see every one
+        assert str(fault) in str(error)
+    assert [f["where"] for f in error.to_json()["faults"]] == [f.where for f in error.faults]
+    return list(error.faults)
+
+
+def key(path: str, letter: str = "A") -> str:
+    return f"{PREFIX}{path}.lora_{letter}.weight"
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
 
 
 @dataclass(frozen=True)
