@@ -93,15 +93,15 @@ def _pairwise_shrink_kernel(
 
 
 @triton.jit
-def _load_rank_vector(
-    y_row, plane,
+def load_rank_vector(
+    y_row, plane, has_work,
     RANK: tl.constexpr, SPLIT_K: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     START: tl.constexpr,
 ):  # fmt: skip
     """Return the pair's rank vector (BLOCK_R,), summed over the splits of K."""
     offs_r = START + tl.arange(0, BLOCK_R)
     splits = tl.arange(0, SPLITS)
-    mask = (splits < SPLIT_K)[:, None] & (offs_r < RANK)[None, :]
+    mask = (has_work & (splits < SPLIT_K))[:, None] & (offs_r < RANK)[None, :]
     # (SPLITS, BLOCK_R)
     return tl.sum(
         tl.load(y_row + splits[:, None] * plane + offs_r[None, :], mask=mask, other=0.0), axis=0
@@ -199,9 +199,13 @@ def _pairwise_expand_kernel(
                     mask=mask_n[:, None] & (offs_r < RANK)[None, :],
                     other=0.0,
                 )
-            y = _load_rank_vector(y_row, plane, RANK, SPLIT_K, SPLITS, BLOCK_R, start)[None, :]
+            y = load_rank_vector(y_row, plane, has_work, RANK, SPLIT_K, SPLITS, BLOCK_R, start)[
+                None, :
+            ]
             if A_SLICES == 2:
-                y_up = _load_rank_vector(y_row + RANK, plane, RANK, SPLIT_K, SPLITS, BLOCK_R, start)
+                y_up = load_rank_vector(
+                    y_row + RANK, plane, has_work, RANK, SPLIT_K, SPLITS, BLOCK_R, start
+                )
                 y = tl.where(is_up[:, None] == 1, y_up[None, :], y)
             acc += tl.sum(b.to(tl.float32) * y, axis=1)
         tl.store(out_ptrs, (out + factors * acc).to(output_ptr.dtype.element_ty), mask=mask_n)

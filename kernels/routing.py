@@ -14,7 +14,7 @@ import torch
 
 from moelora.kernels.arguments import INT_DTYPES
 from moelora.kernels.errors import ArgumentError
-from moelora.kernels.launch import Launch, can_launch_early, raw_stream, require_triton
+from moelora.kernels.launch import Launch, can_launch_early, num_sms, raw_stream, require_triton
 from moelora.kernels.routing_kernels import (
     _count_pairs_kernel,
     _route_by_comparing_kernel,
@@ -73,12 +73,25 @@ class MoeLoraWorkspace:
 
 
 def allocate_workspace(
-    num_groups: int, partial_elements: int, device: torch.device | str
+    *,
+    num_tokens: int,
+    top_k: int,
+    num_adapters: int,
+    num_local_experts: int,
+    columns: int,
+    device: torch.device | str,
 ) -> MoeLoraWorkspace:
-    """Return a workspace for up to `num_groups` (= L * E) groups and `partial_elements` floats."""
+    """Return a workspace for every call of up to `num_tokens` tokens.
+
+    columns: the largest a_slices * r. Splitting K costs at most 4 tiles of 64 rows per
+    multiprocessor on top of the pairs' own rows (the tile rule stops there).
+    """
+    rows = num_tokens * top_k + 4 * 64 * num_sms(torch.empty(0, device=device).device)
     return MoeLoraWorkspace(
-        counters=torch.zeros(COUNTER_HEADER + num_groups, dtype=torch.int32, device=device),
-        partials=torch.empty(partial_elements, dtype=torch.float32, device=device),
+        counters=torch.zeros(
+            COUNTER_HEADER + num_adapters * num_local_experts, dtype=torch.int32, device=device
+        ),
+        partials=torch.empty(rows * columns, dtype=torch.float32, device=device),
     )
 
 

@@ -11,7 +11,7 @@ from moelora.kernels.grouped import ROUTING_HEADER
 
 
 @triton.jit
-def _load_virtual_ids(
+def load_virtual_ids(
     topk_ids_ptr,  # (T, K) int32 or int64
     mapping_ptr,  # (T,) int32 or int64
     offs_pair,
@@ -23,15 +23,17 @@ def _load_virtual_ids(
     stride_ik,
     stride_mt,
 ):
-    """Return the virtual expert of each pair, -1 for no work."""
+    """Return each pair's virtual expert, -1 for no work, and whether its expert is a local one."""
     mask = offs_pair < num_pairs
     token = (offs_pair // top_k).to(tl.int64)
     expert = tl.load(
         topk_ids_ptr + token * stride_it + (offs_pair % top_k) * stride_ik, mask=mask, other=-1
     )
     slot = tl.load(mapping_ptr + token * stride_mt, mask=mask, other=-1)
-    has_work = (expert >= 0) & (expert < num_local_experts) & (slot >= 0) & (slot < num_adapters)
-    return tl.where(has_work, slot.to(tl.int32) * num_local_experts + expert.to(tl.int32), -1)
+    is_local = (expert >= 0) & (expert < num_local_experts)
+    has_work = is_local & (slot >= 0) & (slot < num_adapters)
+    virtual_id = slot.to(tl.int32) * num_local_experts + expert.to(tl.int32)
+    return tl.where(has_work, virtual_id, -1), is_local
 
 
 @triton.jit
@@ -74,7 +76,7 @@ def _route_by_comparing_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     offs_i = pid * BLOCK_P + tl.arange(0, BLOCK_P)
-    own = _load_virtual_ids(
+    own, _ = load_virtual_ids(
         topk_ids_ptr, mapping_ptr, offs_i, num_pairs, top_k, num_adapters, num_local_experts,
         stride_it, stride_ik, stride_mt,
     )  # fmt: skip
@@ -83,7 +85,7 @@ def _route_by_comparing_kernel(
     count = tl.zeros((BLOCK_P,), dtype=tl.int32)  # of the group
     for start in range(0, num_pairs, CHUNK):
         offs_j = start + tl.arange(0, CHUNK)
-        other = _load_virtual_ids(
+        other, _ = load_virtual_ids(
             topk_ids_ptr, mapping_ptr, offs_j, num_pairs, top_k, num_adapters, num_local_experts,
             stride_it, stride_ik, stride_mt,
         )  # fmt: skip
@@ -184,7 +186,7 @@ def _count_pairs_kernel(
     counts_ptr = counters_ptr + COUNTERS
     pid = tl.program_id(0)
     offs = pid * BLOCK_P + tl.arange(0, BLOCK_P)
-    own = _load_virtual_ids(
+    own, _ = load_virtual_ids(
         topk_ids_ptr, mapping_ptr, offs, num_pairs, top_k, num_adapters, num_local_experts,
         stride_it, stride_ik, stride_mt,
     )  # fmt: skip
@@ -233,7 +235,7 @@ def _scatter_pairs_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     ranks_ptr, offsets_ptr = scratch(routing_ptr, num_pairs, tile_capacity)
     offs = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    own = _load_virtual_ids(
+    own, _ = load_virtual_ids(
         topk_ids_ptr, mapping_ptr, offs, num_pairs, top_k, num_adapters, num_local_experts,
         stride_it, stride_ik, stride_mt,
     )  # fmt: skip

@@ -19,9 +19,10 @@ class Ours(Base):
 
     def __init__(self, c: Any, w: Any, dev: torch.device) -> None:
         super().__init__(c, w, dev)
-        groups, pairs = c.L * self.d["E"], c.M * self.d["K"]
-        partials = 64 * pairs * 2 * c.r if pairs <= 8192 else 4 * pairs * 2 * c.r
-        self.ws = allocate_workspace(groups, partials, dev)
+        self.ws = allocate_workspace(
+            num_tokens=c.M, top_k=self.d["K"], num_adapters=c.L, num_local_experts=self.d["E"],
+            columns=2 * c.r, device=dev,
+        )  # fmt: skip
         # the factors do not change: what an engine passes as alpha / r of each adapter
         self.scaling = torch.ones(c.L, 1, 1, dtype=torch.float32, device=dev)
 

@@ -35,7 +35,10 @@ def test_every_pair_in_one_tile(
     monkeypatch.setattr("moelora.kernels.routing.MAX_PAIRS_COMPARED", 2**20 if compared else 0)
     ids, mapping = make_problem(case, seed=3, device=DEVICE).args[3:]
     want = virtual_expert_ids(ids, mapping, num_adapters=case.L, num_local_experts=case.E)
-    workspace = allocate_workspace(case.L * case.E, 0, DEVICE)
+    workspace = allocate_workspace(
+        num_tokens=case.T, top_k=case.K, num_adapters=case.L, num_local_experts=case.E,
+        columns=4, device=DEVICE,
+    )  # fmt: skip
     for _ in range(2):  # the second call finds the counters as the first one left them
         routing = build_routing(
             ids, mapping, num_adapters=case.L, num_local_experts=case.E, block_m=16,

@@ -1,0 +1,181 @@
+"""The expand kernel that ends in the activation: act = activation(gate_up + delta) in one pass.
+
+The delta of gate_up is never written. Letters and USE_PDL as in grouped.py; I is half of N, or N
+for experts without a gate.
+"""
+
+import triton
+import triton.language as tl
+
+from moelora.kernels.grouped import (
+    ROUTING_HEADER,
+    expand_dot,
+    load_b,
+    load_factors,
+    load_tile,
+)
+from moelora.kernels.routing_kernels import load_virtual_ids
+
+SILU = tl.constexpr("silu")
+RELU2 = tl.constexpr("relu2")
+CLAMPED = tl.constexpr("gpt_oss")
+
+
+@triton.jit
+def activate(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
+    """Return the activation in fp32; `up` is not read for experts without a gate."""
+    if ACTIVATION == RELU2:
+        gate = tl.maximum(gate, 0.0)
+        return gate * gate
+    if ACTIVATION == CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    return up * gate / (1.0 + tl.exp(-gate))
+
+
+@triton.jit
+def load_gate_up(
+    rows, offs_j, mask, block_start, features,
+    IS_GATED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return gate and up (rows, BLOCK_N) in fp32; without a gate, the input twice."""
+    if IS_GATED and IS_INTERLEAVED:
+        offs = block_start * 2 + tl.arange(0, 2 * BLOCK_N)
+        mask_rows = tl.max(mask.to(tl.int32), axis=1) > 0
+        both_mask = mask_rows[:, None] & (offs < 2 * features)[None, :]
+        both = tl.load(rows[:, None] + offs[None, :], mask=both_mask, other=0.0)
+        gate, up = tl.split(tl.reshape(both, (both.shape[0], BLOCK_N, 2)))
+    else:
+        gate = tl.load(rows[:, None] + offs_j[None, :], mask=mask, other=0.0)
+        up = gate
+        if IS_GATED:
+            up = tl.load(rows[:, None] + features + offs_j[None, :], mask=mask, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "tile_capacity", "scaling_value", "limit", "alpha"])
+def _expand_activation_kernel(
+    act_ptr,  # (T, K, I), out
+    gate_up_ptr,  # (T, K, N), the base output
+    y_ptr,  # (SPLIT_K, P, S*r) fp32, or x's type where SPLIT_K is 1
+    b_ptr,  # (L, E or 1, N, r)
+    routing_ptr,  # the buffer of MoeLoraRouting, int32
+    topk_ids_ptr,  # (T, K) int
+    mapping_ptr,  # (T,) int
+    scaling_ptr,  # (L, E, S) fp32, with USE_SCALING_TENSOR
+    scaling_value,
+    limit,
+    alpha,
+    num_pairs,
+    tile_capacity,
+    top_k,
+    num_adapters,
+    num_local_experts,
+    features,  # I
+    stride_ct,
+    stride_ck,
+    stride_ot,
+    stride_ok,
+    stride_bl,
+    stride_be,
+    stride_bn,
+    stride_sl,
+    stride_se,
+    stride_ss,
+    stride_it,
+    stride_ik,
+    stride_mt,
+    RANK: tl.constexpr,
+    A_SLICES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    USE_SCALING_TENSOR: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Grid (any,), strided. One item is (tile, block of I); then one is 16 pairs without a delta.
+
+    Pairs of local experts without an adapter are activated as they are; pairs of experts elsewhere
+    are not touched.
+    """
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    num_blocks = tl.cdiv(features, BLOCK_N)
+    num_items = tl.load(routing_ptr) * num_blocks
+    plane = num_pairs.to(tl.int64) * (A_SLICES * RANK)
+    # what lies between a gate row of B and its up row, and between two gate rows
+    up_rows = stride_bn.to(tl.int64) * (1 if IS_INTERLEAVED else features)
+    gate_step = 2 if IS_GATED and IS_INTERLEAVED else 1
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        tile = item // num_blocks
+        virtual_id, first, rows = load_tile(routing_ptr, tile, num_pairs, tile_capacity)
+        slot = (virtual_id // num_local_experts).to(tl.int64)
+        expert = (virtual_id % num_local_experts).to(tl.int64)
+        offs_m = tl.arange(0, BLOCK_M)
+        mask_m = offs_m < rows
+        pair = tl.load(routing_ptr + ROUTING_HEADER + first + offs_m, mask=mask_m, other=0).to(
+            tl.int64
+        )
+        block_start = (item % num_blocks) * BLOCK_N
+        offs_j = block_start + tl.arange(0, BLOCK_N)
+        mask_j = offs_j < features
+        mask = mask_m[:, None] & mask_j[None, :]
+        b_rows = b_ptr + slot * stride_bl + expert * stride_be
+        b_rows += (offs_j * gate_step).to(tl.int64) * stride_bn
+        y_rows = y_ptr + (first + offs_m).to(tl.int64) * (A_SLICES * RANK)
+        b = load_b(b_rows, mask_j, RANK, BLOCK_R, 0)
+        if IS_GATED:
+            b_up = load_b(b_rows + up_rows, mask_j, RANK, BLOCK_R, 0)
+        # (BLOCK_M, BLOCK_N)
+        gate, up = load_gate_up(
+            gate_up_ptr + (pair // top_k) * stride_ot + (pair % top_k) * stride_ok,
+            offs_j, mask, block_start, features, IS_GATED, IS_INTERLEAVED, BLOCK_N,
+        )  # fmt: skip
+        factors = load_factors(
+            pair, mask_m, scaling_value, scaling_ptr, scaling_ptr, slot, expert, 0,
+            top_k, stride_sl, stride_se, stride_ss, 0, 0, USE_SCALING_TENSOR, False,
+        )  # fmt: skip
+        if USE_PDL:
+            tl.extra.cuda.gdc_wait()
+        gate += factors[:, None] * expand_dot(
+            b, b_rows, mask_j, y_rows, mask_m, plane, RANK, SPLIT_K, BLOCK_M, BLOCK_R
+        )
+        if IS_GATED:
+            factors = load_factors(
+                pair, mask_m, scaling_value, scaling_ptr, scaling_ptr, slot, expert, A_SLICES - 1,
+                top_k, stride_sl, stride_se, stride_ss, 0, 0, USE_SCALING_TENSOR, False,
+            )  # fmt: skip
+            up += factors[:, None] * expand_dot(
+                b_up, b_rows + up_rows, mask_j, y_rows + (A_SLICES - 1) * RANK, mask_m, plane,
+                RANK, SPLIT_K, BLOCK_M, BLOCK_R,
+            )  # fmt: skip
+        act = activate(gate, up, limit, alpha, ACTIVATION).to(act_ptr.dtype.element_ty)
+        act_rows = act_ptr + (pair // top_k) * stride_ct + (pair % top_k) * stride_ck
+        tl.store(act_rows[:, None] + offs_j[None, :], act, mask=mask)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+
+    for block in range(tl.program_id(0), tl.cdiv(num_pairs, 16), tl.num_programs(0)):
+        pairs = block * 16 + tl.arange(0, 16)
+        virtual_ids, is_local = load_virtual_ids(
+            topk_ids_ptr, mapping_ptr, pairs, num_pairs, top_k, num_adapters, num_local_experts,
+            stride_it, stride_ik, stride_mt,
+        )  # fmt: skip
+        is_base = is_local & (virtual_ids < 0)
+        if tl.max(is_base.to(tl.int32), axis=0) > 0:
+            token = (pairs // top_k).to(tl.int64)
+            in_rows = gate_up_ptr + token * stride_ot + (pairs % top_k) * stride_ok
+            act_rows = act_ptr + token * stride_ct + (pairs % top_k) * stride_ck
+            for block_start in range(0, features, BLOCK_N):
+                offs_j = block_start + tl.arange(0, BLOCK_N)
+                mask = is_base[:, None] & (offs_j < features)[None, :]
+                gate, up = load_gate_up(
+                    in_rows, offs_j, mask, block_start, features, IS_GATED, IS_INTERLEAVED, BLOCK_N
+                )
+                act = activate(gate, up, limit, alpha, ACTIVATION).to(act_ptr.dtype.element_ty)
+                tl.store(act_rows[:, None] + offs_j[None, :], act, mask=mask)
