@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moelora.slicing.plan import PlannedModule, ShardPlan
+from moelora.validate.cast_witness import loses_bits, witness_of_shards
 from moelora.validate.file_witness import FileWitness
 from moelora.validate.peft_reference import PeftReference, load_peft
 from moelora.validate.report import Finding, VerifyReport
@@ -91,17 +92,34 @@ def check_logits(
         answer = logits_of(model, tokens)
     with unsharded(model, plan, witness):
         merged = logits_of(model, tokens)
+    cast = None
+    if loses_bits(plan):
+        with unsharded(model, plan, witness_of_shards(plan, witness)):
+            cast = logits_of(model, tokens)
     peft = load_peft(model, plan, witness)
     peft_logits = logits_of(peft.model, tokens) if peft.model is not None else None
     reference, name = (peft_logits, "PEFT") if peft.agrees else (merged, "the file's own deltas")
     assert reference is not None
     _describe_peft(report, peft)
     effect = Distance.between(reference, base)
+    if cast is not None:
+        _judge_cast(report, plan.dtype, Distance.between(reference, cast), effect)
+        reference, name = cast, f"the file's own deltas in {plan.dtype}"
     found = Distance.between(reference, answer)
     witnesses = None if peft_logits is None else Distance.between(peft_logits, merged)
     dtype = next(model.parameters()).dtype
     rounding = ROUNDING[dtype] * float(reference.abs().mean())
     _judge(report, name, floor, effect, found, witnesses, rounding, int(tokens.numel()))
+
+
+def _judge_cast(report: VerifyReport, dtype: str, lost: Distance, effect: Distance) -> None:
+    """What the cast alone changes must stay small against what the adapter does."""
+    findings = []
+    if not lost.mean_abs <= EFFECT_SHARE * effect.mean_abs:
+        message = f"--dtype {dtype} alone changes more than {EFFECT_SHARE:g} of the effect"
+        findings.append(Finding("logits", message))
+    detail = f"to {dtype}, without sharding: {lost.to_text()}"
+    report.add("logits", "cast", findings, detail, cast_against_uncast=lost.to_json())
 
 
 def _describe_peft(report: VerifyReport, peft: PeftReference) -> None:

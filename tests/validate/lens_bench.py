@@ -1,0 +1,69 @@
+"""Runs one lens of ``verify`` alone, on a correct shard set with a fault put into memory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from shard_sets import Tensors
+
+from moelora import kernels
+from moelora.slicing.adapter import Adapter
+from moelora.slicing.base_model import load_base_model
+from moelora.slicing.plan import plan_shards
+from moelora.slicing.read import ShardSet
+from moelora.validate.base_weights import load_weights, random_tokens
+from moelora.validate.check_bytes import load_all
+from moelora.validate.check_deltas import check_deltas
+from moelora.validate.check_logits import check_logits
+from moelora.validate.file_witness import FileWitness
+from moelora.validate.joins import SimulatedJoins
+from moelora.validate.report import Check, VerifyReport
+from moelora.validate.sharded_model import ShardedModel
+
+
+class LensBench:
+    """An opened correct shard set."""
+
+    def __init__(self, shards: Path, adapter: Path) -> None:
+        self.shards = ShardSet.open(shards)
+        self.base = load_base_model(self.shards.base_name)
+        source = Adapter.open(str(adapter))
+        self.plan = plan_shards(source, self.base, self.shards.layout)
+        self.tensors, _ = load_all(self.shards)
+        self.witness = FileWitness(source, self.base)
+
+    def run(
+        self,
+        lens: str,
+        fault: Callable[[list[Tensors]], Any] | None = None,
+        body: Callable[[dict[str, Any]], None] | None = None,
+    ) -> list[Check]:
+        """Return the checks that one lens adds."""
+        tensors = [{k: t.clone() for k, t in own.items()} for own in self.tensors]
+        manifest = copy.deepcopy(self.shards.body)
+        if fault is not None:
+            fault(tensors)
+        if body is not None:
+            body(manifest)
+        shards = dataclasses.replace(self.shards, body=manifest)
+        report = VerifyReport("shards", "adapter", "base")
+        joins = SimulatedJoins(shards.layout.tp_size)
+        kernel = kernels.fused_moe_lora_reference
+        if lens == "deltas":
+            with torch.no_grad():
+                check_deltas(
+                    report, shards, self.plan, tensors, self.witness,
+                    joins=joins, kernel=kernel, device="cpu", seed=0,
+                )  # fmt: skip
+            return report.checks
+        options = {"device": "cpu", "dtype": torch.float32, "random": False, "seed": 0}
+        model = load_weights(self.base, **options)  # type: ignore[arg-type]
+        sharded = ShardedModel(model, self.plan, shards, tensors, joins, kernel)
+        tokens = random_tokens(self.base.text_config.vocab_size, 64, 0)
+        check_logits(report, model, sharded, self.plan, self.witness, tokens)
+        return report.checks
