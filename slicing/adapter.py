@@ -196,6 +196,11 @@ def read_config(path: Path) -> tuple[LoraConfig, list[Fault]]:
         raise InputError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise InputError(f"{path}: holds {type(raw).__name__}, expected an object")
+    return parse_config(raw)
+
+
+def parse_config(raw: dict[str, Any]) -> tuple[LoraConfig, list[Fault]]:
+    """Return the config that ``raw`` holds, and what in it is wrong or cannot be carried over."""
     faults = [*_unsupported(raw), *_wrong_types(raw)]
     usable = not any(fault.code == "config" for fault in faults)
     config = LoraConfig(

@@ -7,8 +7,11 @@ becomes block-diagonal and the rank doubles (PEFT utils/transformers_weight_conv
 
 from __future__ import annotations
 
+import math
+import re
 from typing import TYPE_CHECKING, Any
 
+from moelora.slicing.adapter import parse_config
 from moelora.slicing.errors import InputError
 from moelora.slicing.join import tensor_names
 from moelora.slicing.read import ShardSet
@@ -26,6 +29,16 @@ PARTS = {
     "routed_up": ("up_proj",),
     "routed_down": ("down_proj",),
 }
+
+# Adapters with a pair of tensors per expert are older than transformers 5 and its names: PEFT
+# converts the old names only, and vLLM loads the new ones but uses nothing of them.
+BLOCK_SPARSE_MOE = ("mixtral", "minimax", "minimax_m2", "phimoe")
+OLD_NAMES = (
+    (r"\.mlp\.experts\.", ".block_sparse_moe.experts."),
+    (r"\.gate_proj$", ".w1"),
+    (r"\.up_proj$", ".w3"),
+    (r"\.down_proj$", ".w2"),
+)
 
 
 def relayout(
@@ -46,7 +59,7 @@ def relayout(
     replaced = {row.key for row in rows if row.tensor in names}
     tensors = {key: value for key, value in source.items() if key not in replaced}
     prefix = "base_model.model."
-    config = dict(config)
+    model_type = shards.body["base_model"]["model_type"]
     for entry in experts:
         a, b = (full[tensor_names(entry)[letter]] for letter in "AB")
         a, b = (t.expand(entry["num_experts"], -1, -1) for t in (a, b))
@@ -57,15 +70,17 @@ def relayout(
                 hint="use --target-layout source",
             )
         if target_layout == "per_expert":
-            tensors |= per_expert(prefix, entry, a, b)
+            tensors |= per_expert(prefix, entry, a, b, model_type)
         else:
             tensors |= flat(prefix, entry, experts, a, b)
     return {key: value.contiguous() for key, value in tensors.items()}, _config(
-        config, shards.body["modules"], target_layout
+        config, shards.body["modules"], target_layout, model_type
     )
 
 
-def per_expert(prefix: str, entry: Config, a: torch.Tensor, b: torch.Tensor) -> Tensors:
+def per_expert(
+    prefix: str, entry: Config, a: torch.Tensor, b: torch.Tensor, model_type: str
+) -> Tensors:
     """Return a packed module as one pair of tensors per expert and projection.
 
     a: (num_experts, a_slices * r, in); b: (num_experts, out, r). A shared A is copied to gate
@@ -78,10 +93,18 @@ def per_expert(prefix: str, entry: Config, a: torch.Tensor, b: torch.Tensor) -> 
         own_a = slot if entry.get("a_slices", 1) == len(parts) else 0
         rows = b[:, slot :: len(parts)] if _interleaved(entry) else b.chunk(len(parts), 1)[slot]
         for expert in range(entry["num_experts"]):
-            path = f"{prefix}{container}.{expert}.{part}"
+            path = prefix + per_expert_path(model_type, f"{container}.{expert}.{part}")
             found[f"{path}.lora_A.weight"] = a[expert, own_a * r : (own_a + 1) * r].clone()
             found[f"{path}.lora_B.weight"] = rows[expert].clone()
     return found
+
+
+def per_expert_path(model_type: str, path: str) -> str:
+    """Return the old name of ``….mlp.experts.3.gate_proj`` where the family has one."""
+    if model_type in BLOCK_SPARSE_MOE:
+        for pattern, replacement in OLD_NAMES:
+            path = re.sub(pattern, replacement, path)
+    return path
 
 
 def flat(
@@ -117,29 +140,80 @@ def _interleaved(entry: Config) -> bool:
     return entry.get("gate_up_layout") == "interleaved"
 
 
-def _config(config: Config, modules: list[Config], target_layout: str) -> Config:
+def _config(config: Config, modules: list[Config], target_layout: str, model_type: str) -> Config:
+    config = dict(config)
     experts = [m for m in modules if m["role"].startswith("routed_")]
-    leaves = sorted({e["path"].rpartition(".")[2] for e in experts})
     targets = config.get("target_modules")
     if target_layout == "per_expert":
         config["target_parameters"] = None
         if isinstance(targets, list):
             parts = {part for e in experts for part in PARTS[e["role"]]}
-            config["target_modules"] = sorted(set(targets) | parts)
-        return config
-    config["target_parameters"] = [f"experts.{leaf}" for leaf in leaves]
-    if isinstance(targets, list):
-        # names that only experts had would make PEFT convert, and double, what is converted
-        used = {m["path"].rpartition(".")[2] for m in modules if m not in experts}
-        experts_only = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"} - used
-        config["target_modules"] = sorted(set(targets) - experts_only)
-    ranks, alphas = dict(config.get("rank_pattern") or {}), dict(config.get("alpha_pattern") or {})
+            names = {per_expert_path(model_type, "." + part).removeprefix(".") for part in parts}
+            config["target_modules"] = sorted(set(targets) | names)
+    else:
+        leaves = sorted({e["path"].rpartition(".")[2] for e in experts})
+        config["target_parameters"] = [f"experts.{leaf}" for leaf in leaves]
+        if isinstance(targets, list):
+            # names that only experts had would make PEFT convert, and double, what is converted
+            used = {m["path"].rpartition(".")[2] for m in modules if m not in experts}
+            experts_only = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"} - used
+            config["target_modules"] = sorted(set(targets) - experts_only)
+    return config | _patterns(config, experts, target_layout, model_type)
+
+
+def _patterns(config: Config, experts: list[Config], target_layout: str, model_type: str) -> Config:
+    """Return rank_pattern and alpha_pattern under which every expert keeps rank and scaling.
+
+    The source's patterns name the experts as the source's layout does. Where they do not give
+    the right answer for the new names, a pattern of the new name goes before them.
+    """
+    known, _ = parse_config(config)
+    root = math.sqrt if config.get("use_rslora") else float
+    wanted: dict[str, tuple[int, float]] = {}
+    wrong: set[str] = set()
     for entry in experts:
-        wide = entry.get("a_slices", 1) * entry["r"]
-        leaf = entry["path"].rpartition(".")[2]
-        if wide != config["r"]:
-            factor = wide**0.5 if config.get("use_rslora") else wide
-            ranks[rf".*\.experts\.{leaf}"] = wide
-            alphas[rf".*\.experts\.{leaf}"] = entry["scaling"] * factor
-    config["rank_pattern"], config["alpha_pattern"] = ranks, alphas
-    return config
+        wide = 1 if target_layout == "per_expert" else entry.get("a_slices", 1)
+        r = wide * entry["r"]
+        for pattern, names in _names(entry, target_layout, model_type).items():
+            wanted[pattern] = (r, _plain(entry["scaling"] * root(r)))
+            if any(known.rank_of(n) != r or known.scaling_of(n) != entry["scaling"] for n in names):
+                wrong.add(pattern)
+    answers: dict[str, set[tuple[int, float]]] = {}
+    for pattern, answer in wanted.items():
+        answers.setdefault(_any_layer(pattern), set()).add(answer)
+    shorter = {p: _any_layer(p) if len(answers[_any_layer(p)]) == 1 else p for p in wanted}
+    ranks = {shorter[p]: wanted[p][0] for p in wanted if p in wrong}
+    alphas = {shorter[p]: wanted[p][1] for p in wanted if p in wrong}
+    return {
+        "rank_pattern": ranks | _others(config.get("rank_pattern"), ranks),
+        "alpha_pattern": alphas | _others(config.get("alpha_pattern"), alphas),
+    }
+
+
+def _names(entry: Config, target_layout: str, model_type: str) -> dict[str, list[str]]:
+    """Return the names by which PEFT's patterns know a module, by a pattern for them."""
+    if target_layout != "per_expert":
+        return {re.escape(entry["path"]): [entry["path"]]}
+    container = entry["path"].rpartition(".")[0]
+    found = {}
+    for part in PARTS[entry["role"]]:
+        names = [
+            per_expert_path(model_type, f"{container}.{e}.{part}")
+            for e in range(entry["num_experts"])
+        ]
+        where, _, leaf = names[0].rpartition(".0.")
+        found[re.escape(where) + r"\.\d+\." + leaf] = names
+    return found
+
+
+def _any_layer(pattern: str) -> str:
+    return re.sub(r"(?<=layers\\\.)\d+(?=\\\.)", lambda _: r"\d+", pattern)
+
+
+def _others(patterns: Config | None, new: Config) -> Config:
+    return {key: value for key, value in (patterns or {}).items() if key not in new}
+
+
+def _plain(value: float) -> float:
+    """Return a whole number as an int: alpha is one, as a rule."""
+    return round(value) if abs(value - round(value)) < 1e-9 else value

@@ -126,7 +126,7 @@ def test_a_file_is_no_adapter_folder(tmp_path: Path) -> None:
         ("[1]", "has no model_type"),
         (json.dumps(config_body()), "has no model_type"),  # the adapter's config by mistake
         ('{"model_type": "no_such_model"}', "cannot read a config of model type 'no_such_model'"),
-        ('{"model_type": "t5"}', "cannot build a causal language model"),
+        ('{"model_type": "t5"}', "language model"),
         ('{"model_type": "qwen3_moe", "hidden_size": "wide"}', "'qwen3_moe'"),
     ],
 )
@@ -134,7 +134,7 @@ def test_base_configs_that_do_not_work(body: str, says: str, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(body)
     with pytest.raises(InputError) as caught:
         load_base_model(str(tmp_path))
-    assert says in caught.value.message and "config.json" in caught.value.message
+    assert says in caught.value.message and caught.value.exit_code == 3
 
 
 def test_base_folder_without_config(tmp_path: Path) -> None:

@@ -176,10 +176,10 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_in_the_middle(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="No space left"):
-        with whole_folder(tmp_path / "out", marker=MARKER) as folder:
-            (folder / "half").write_text("x")
-            raise OSError(errno.ENOSPC, "No space left on device")
+    target = tmp_path / "out"
+    with pytest.raises(OutputError, match="No space"), whole_folder(target, marker=MARKER) as half:
+        (half / "file").write_text("x")
+        raise OSError(errno.ENOSPC, "No space left on device")
     assert names(tmp_path) == []
 
 
