@@ -107,7 +107,9 @@ class VerifyReport:
         setting = ", ".join(f"{key} {value}" for key, value in self.setting.items())
         lines = [headline]
         for text in (f"shards {self.shards}", f"adapter {self.adapter}", f"base {self.base}"):
-            lines.append("  " + text)
+            lines += textwrap.wrap(
+                text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+            )
         lines += textwrap.wrap(setting, WIDTH, initial_indent="  ", subsequent_indent="  ")
         for check in self.checks:
             mark = {"pass": "ok  ", "fail": "FAIL", "not_checked": "----"}[check.outcome]

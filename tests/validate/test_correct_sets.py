@@ -39,7 +39,8 @@ def test_a_correct_set_passes(
     assert logits["reference"] == "PEFT"
     # far from the limit, and the adapter matters: a pass here says something
     found, effect = logits["sharded_against_reference"], logits["effect_reference_against_base"]
-    assert found["mean_abs"] < 1e-4 < 1e-2 < effect["mean_abs"]
+    assert found["mean_abs"] < 1e-3 * effect["mean_abs"]
+    assert effect["mean_abs"] > 1e-2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
