@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moelora.slicing.errors import Fault
+from moelora.slicing.errors import Fault, InputError
 from moelora.slicing.layout import Cut
 from moelora.slicing.read import ShardSet
 from moelora.slicing.roles import Placement, part_shape, put, take
@@ -35,7 +35,15 @@ def join_shards(shards: ShardSet, ranks: list[Tensors]) -> Joined:
     """Return every factor in its full shape, and a fault for each part that does not fit.
 
     ranks: each rank's tensors, in order. A slice that several ranks hold must be equal on all.
+
+    Raises:
+        InputError: the manifest does not say how the dims are cut.
     """
+    if "restore" not in shards.body:
+        raise InputError(
+            f"{shards.folder}: the manifest does not say where the source's tensors went",
+            hint="shard the adapter again with this moelora",
+        )
     full: Tensors = {}
     faults: list[Fault] = []
     known: set[str] = set()
@@ -91,6 +99,10 @@ def _join_one(
         if tuple(part.shape) != wanted:
             message = f"{file}: shape {tuple(part.shape)}, expected {wanted}"
             faults.append(Fault("shape", name, message))
+            return None
+        if full is not None and part.dtype != full.dtype:
+            message = f"{file}: dtype {part.dtype}, earlier ranks have {full.dtype}"
+            faults.append(Fault("dtype", name, message))
             return None
         if full is None or written is None:
             full = torch.zeros(shape, dtype=part.dtype)

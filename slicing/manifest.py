@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -145,7 +147,14 @@ def restore_entries(plan: ShardPlan) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for name, _, _, factor in plan.factors():
         rows.extend(_restore_rows(plan, name, factor))
-    return {"cuts": cuts, "dtype": plan.dtype, "tensors": rows}
+    entries = {"cuts": cuts, "dtype": plan.dtype, "tensors": rows}
+    return {**entries, "sha256": restore_hash(entries)}
+
+
+def restore_hash(entries: dict[str, Any]) -> str:
+    """Return the sha256 of the restore entries: a changed row would give other values."""
+    kept = {key: value for key, value in entries.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _restore_rows(plan: ShardPlan, name: str, factor: Factor) -> list[dict[str, Any]]:

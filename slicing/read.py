@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from moelora.slicing.adapter import CONFIG_NAME, sha256_of
 from moelora.slicing.errors import Fault, FaultsError, InputError, MoeloraError
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
-from moelora.slicing.manifest import FORMAT, FORMAT_VERSION, MANIFEST_NAME, rank_file
+from moelora.slicing.manifest import FORMAT, FORMAT_VERSION, MANIFEST_NAME
+from moelora.slicing.manifest_checks import manifest_faults
 from moelora.slicing.write import PART_NAME
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class ShardSet:
                 hint="use the moelora that wrote it, or shard the adapter again",
             )
         layout, placement = _parallel(body, path)
-        faults = list(_manifest_faults(body, layout))
+        faults = manifest_faults(body, layout, placement)
         if faults:
             raise FaultsError(str(path), faults, hint="shard the adapter again")
         return cls(folder, body, layout, placement)
@@ -154,35 +155,3 @@ def _parallel(body: dict[str, Any], path: Path) -> tuple[ParallelLayout, ExpertP
     except (KeyError, TypeError, MoeloraError) as error:
         raise InputError(f"{path}: 'parallel' is not usable: {error}") from error
     return layout, placement
-
-
-def _manifest_faults(body: dict[str, Any], layout: ParallelLayout) -> list[Fault]:
-    def bad(message: str) -> Fault:
-        return Fault("manifest", MANIFEST_NAME, message)
-
-    try:
-        faults = []
-        ranks = body["ranks"]
-        if [rank["tp_rank"] for rank in ranks] != list(range(layout.tp_size)):
-            faults.append(bad(f"lists ranks {[r['tp_rank'] for r in ranks]} of {layout.tp_size}"))
-            return faults
-        if body["parallel"]["moe_tp_size"] != layout.moe_tp_size:
-            faults.append(bad("moe_tp_size is not tp_size / (moe_ep_size * moe_dp_size)"))
-        for rank, coords in zip(ranks, layout.all_coords(), strict=True):
-            for name in ("moe_ep_rank", "moe_tp_rank"):
-                want = getattr(coords, name)
-                if rank[name] != want:
-                    message = f"tp_rank {coords.tp_rank}: {name} {rank[name]}, expected {want}"
-                    faults.append(bad(f"{message} for rank_order {layout.rank_order}"))
-            if rank["file"] != rank_file(coords.tp_rank, layout.tp_size):
-                faults.append(bad(f"tp_rank {coords.tp_rank}: unexpected file {rank['file']!r}"))
-            if not isinstance(rank["sha256"], str) or not isinstance(rank["bytes"], int):
-                faults.append(bad(f"tp_rank {coords.tp_rank}: sha256 or bytes missing"))
-        for module in body["modules"]:
-            _ = (module["path"], module["role"], module["r"], module["scaling"])
-            _ = (module["lora_A"]["shape"], module["lora_B"]["sharded_dim"])
-        _ = (body["adapter"]["name_or_path"], body["adapter"]["files"].get(CONFIG_NAME))
-        _ = body["base_model"]["name_or_path"]
-        return faults
-    except (KeyError, TypeError, AttributeError) as error:
-        return [bad(f"a field is missing or of the wrong type: {error!r}")]

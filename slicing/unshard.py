@@ -12,6 +12,7 @@ from moelora.slicing.adapter import CONFIG_NAME, WEIGHTS_NAME
 from moelora.slicing.errors import FaultsError, InputError, UsageError
 from moelora.slicing.join import join_shards
 from moelora.slicing.lora import Box, slices, torch_dtypes
+from moelora.slicing.manifest_checks import WRONG_KIND
 from moelora.slicing.output_folder import sync_folder, whole_folder, write_synced
 from moelora.slicing.read import ShardSet
 
@@ -70,7 +71,10 @@ def unshard(
         raise FaultsError(str(shards), joined.faults, hint="shard the adapter again")
     rows = expand_rows(opened)
     config = json.loads((opened.folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    tensors = source_tensors(joined.tensors, rows)
+    try:
+        tensors = source_tensors(joined.tensors, rows)
+    except (*WRONG_KIND, RuntimeError) as error:  # torch: shapes that do not fit
+        raise _no_way_back(opened, error) from error
     config_bytes = (opened.folder / CONFIG_NAME).read_bytes()
     if target_layout != "source":
         from moelora.slicing.relayout import relayout
@@ -116,12 +120,15 @@ def expand_rows(shards: ShardSet) -> list[Row]:
     """
     try:
         return list(_rows(shards.body["restore"]["tensors"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{shards.folder}: the manifest does not say where the source's tensors went "
-            f"({error!r})",
-            hint="shard the adapter again with this moelora",
-        ) from error
+    except WRONG_KIND as error:
+        raise _no_way_back(shards, error) from error
+
+
+def _no_way_back(shards: ShardSet, error: Exception) -> InputError:
+    return InputError(
+        f"{shards.folder}: the manifest does not say where the source's tensors went ({error!r})",
+        hint="shard the adapter again with this moelora",
+    )
 
 
 def _rows(entries: list[dict[str, Any]]) -> Iterator[Row]:
@@ -139,6 +146,8 @@ def _rows(entries: list[dict[str, Any]]) -> Iterator[Row]:
             box(entry["at"]),
             box(entry["src"]) if "src" in entry else None,
         )
+        if not isinstance(row.key, str) or row.dtype not in torch_dtypes():
+            raise ValueError(f"key {row.key!r}, dtype {row.dtype!r}")
         if "experts" not in entry:
             yield row
         for expert in entry.get("experts", []):

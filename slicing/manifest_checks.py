@@ -1,0 +1,122 @@
+"""Whether a manifest holds what SHARD_FORMAT says, and agrees with itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from moelora.slicing.adapter import CONFIG_NAME
+from moelora.slicing.base_model import layer_number
+from moelora.slicing.errors import Fault, MoeloraError
+from moelora.slicing.layout import Cut, ExpertPlacement, ParallelLayout, cut_works
+from moelora.slicing.manifest import MANIFEST_NAME, rank_file, restore_hash
+from moelora.slicing.rules import Role
+
+# What reading a field of the wrong kind raises.
+WRONG_KIND = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+
+
+def manifest_faults(
+    body: dict[str, Any], layout: ParallelLayout, placement: ExpertPlacement
+) -> list[Fault]:
+    """Return everything that is wrong with a manifest whose ``parallel`` part is sound."""
+    found: list[str] = []
+    try:
+        ranks = body["ranks"]
+        if [rank["tp_rank"] for rank in ranks] != list(range(layout.tp_size)):
+            found.append(f"lists ranks {[r['tp_rank'] for r in ranks]} of {layout.tp_size}")
+        else:
+            found += _rank_faults(body, layout)
+            if "restore" in body and body["restore"]["sha256"] != restore_hash(body["restore"]):
+                found.append("restore: its sha256 differs: the entries were changed")
+            for module in body["modules"]:
+                found += _module_faults(body, module, layout, placement)
+        _ = (body["adapter"]["name_or_path"], body["adapter"]["files"].get(CONFIG_NAME))
+        if not isinstance(body["base_model"]["model_type"], str):
+            found.append("base_model: model_type is missing")
+        _ = body["base_model"]["name_or_path"]
+    except WRONG_KIND as error:
+        found.append(f"a field is missing or of the wrong type: {error!r}")
+    return [Fault("manifest", MANIFEST_NAME, message) for message in found]
+
+
+def _rank_faults(body: dict[str, Any], layout: ParallelLayout) -> Iterator[str]:
+    if body["parallel"]["moe_tp_size"] != layout.moe_tp_size:
+        yield "moe_tp_size is not tp_size / (moe_ep_size * moe_dp_size)"
+    for rank, coords in zip(body["ranks"], layout.all_coords(), strict=True):
+        for name in ("moe_ep_rank", "moe_tp_rank"):
+            want = getattr(coords, name)
+            if rank[name] != want:
+                message = f"tp_rank {coords.tp_rank}: {name} {rank[name]}, expected {want}"
+                yield f"{message} for rank_order {layout.rank_order}"
+        if rank["file"] != rank_file(coords.tp_rank, layout.tp_size):
+            yield f"tp_rank {coords.tp_rank}: unexpected file {rank['file']!r}"
+        if not isinstance(rank["sha256"], str) or not isinstance(rank["bytes"], int):
+            yield f"tp_rank {coords.tp_rank}: sha256 or bytes missing"
+        if not isinstance(rank["expert_ids"], list | dict):
+            yield f"tp_rank {coords.tp_rank}: expert_ids missing"
+
+
+def _module_faults(
+    body: dict[str, Any],
+    module: dict[str, Any],
+    layout: ParallelLayout,
+    placement: ExpertPlacement,
+) -> Iterator[str]:
+    path, role = module["path"], module["role"]
+    if not isinstance(path, str) or role not in get_args(Role):
+        yield f"module {path!r} has the role {role!r}"
+        return
+    if not _is_size(module["r"]):
+        yield f"{path}: r is {module['r']!r}"
+    _ = module["scaling"]
+    routed = role.startswith("routed_")
+    for letter in "AB":
+        shape, dim = module[f"lora_{letter}"]["shape"], module[f"lora_{letter}"]["sharded_dim"]
+        good = isinstance(shape, list) and len(shape) == (3 if routed else 2)
+        if not good or not all(_is_size(size) for size in shape):
+            yield f"{path}: lora_{letter} has the shape {shape!r}"
+        elif dim is not None and (not isinstance(dim, int) or not 0 <= dim < len(shape)):
+            yield f"{path}: lora_{letter} has the sharded_dim {dim!r}"
+        elif dim is not None and "restore" in body:
+            parts = layout.moe_tp_size if routed else layout.tp_size
+            cuts = [Cut(size, units, "", bool(r)) for size, units, r in _cuts(body, path)]
+            works = all(_is_size(cut.size) and cut_works(cut, parts) for cut in cuts)
+            if not works or sum(cut.size for cut in cuts) != shape[dim]:
+                yield f"{path}: the cuts do not fit lora_{letter} {shape}"
+    if routed:
+        yield from _expert_faults(body, module, layout, placement)
+
+
+def _cuts(body: dict[str, Any], path: str) -> list[list[int]]:
+    cuts: list[list[int]] = body["restore"]["cuts"][path]
+    return cuts
+
+
+def _expert_faults(
+    body: dict[str, Any],
+    module: dict[str, Any],
+    layout: ParallelLayout,
+    placement: ExpertPlacement,
+) -> Iterator[str]:
+    path, layer = module["path"], layer_number(module["path"])
+    if not _is_size(module["num_experts"]):
+        yield f"{path}: num_experts is {module['num_experts']!r}"
+        return
+    try:
+        owned = placement.owned(module["num_experts"], layout, layer)
+    except MoeloraError as error:
+        yield f"{path}: {error.message}"
+        return
+    for rank, coords in zip(body["ranks"], layout.all_coords(), strict=True):
+        ids = rank["expert_ids"]
+        ids = ids[str(layer)] if isinstance(ids, dict) else ids
+        if ids != owned[coords.moe_ep_rank]:
+            yield (
+                f"tp_rank {coords.tp_rank}: expert_ids {ids} for {path}, expected "
+                f"{owned[coords.moe_ep_rank]} for expert_placement {placement.kind}"
+            )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
