@@ -14,7 +14,7 @@ from moelora.slicing.formats import read_modules
 from moelora.slicing.formats.reading import shorten
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
 from moelora.slicing.lora import LoraModule
-from moelora.slicing.plan import DTYPE_BYTES, PlannedModule, absent_layers
+from moelora.slicing.plan import DTYPE_BYTES, PlannedModule, absent_layers, nothing_found
 from moelora.slicing.plan_text import human_bytes
 from moelora.slicing.roles import place
 
@@ -134,6 +134,8 @@ def inspect_adapter(adapter: Adapter, base: BaseModel | None) -> InspectReport:
         owned = ExpertPlacement().owned(module.base.num_experts, one, None)
         planned.append(PlannedModule(module, placement, owned if module.is_expert else []))
         groups.setdefault((module.base.name, placement.role), []).append(module)
+    if not report.faults and not planned:
+        report.faults.append(nothing_found(adapter))
     report.formats = sorted({module.source_layout for module in reading.modules})
     report.kinds = [_kind(name, role, found) for (name, role), found in sorted(groups.items())]
     skips = [*reading.skips, *absent_layers(base, planned, reading.skips)]

@@ -171,7 +171,7 @@ def plan_shards(
     if strict:
         faults += [_strict_fault(skip, base) for skip in reading.skips if skip.keys]
     if not planned and not faults:
-        faults.append(Fault("empty", str(adapter.folder), "no LoRA module was found in it"))
+        faults.append(nothing_found(adapter))
     if faults:
         raise FaultsError(adapter.name_or_path, faults, hint=_hint(faults))
     skips = [*reading.skips, *absent_layers(base, planned, reading.skips)]
@@ -210,6 +210,11 @@ def _undivided_faults(
         )
         for (_, message), path in uneven.items()
     ]
+
+
+def nothing_found(adapter: Adapter) -> Fault:
+    """Return the fault of an adapter that has nothing to shard."""
+    return Fault("empty", adapter.name_or_path, "no LoRA module of the base was found in it")
 
 
 def _strict_fault(skip: Skip, base: BaseModel) -> Fault:
