@@ -7,6 +7,8 @@ adapters, so each of its deltas is compared with the one merged from the file.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from moelora.slicing.plan import PlannedModule, ShardPlan
 from moelora.validate.file_witness import FileWitness
+from moelora.validate.unsharded import expert_deltas, plain_delta
 
 # PEFT computes its deltas in fp32 or in the adapter's own dtype
 LIMITS = {"F64": 1e-4, "F32": 1e-4, "BF16": 2e-2, "F16": 5e-3}
@@ -35,34 +38,60 @@ class PeftReference:
         return self.model is not None and not self.dropped and not self.differing
 
 
-def load_peft(model: nn.Module, plan: ShardPlan, witness: FileWitness) -> PeftReference:
-    """Wrap ``model`` with PEFT from the adapter's folder and compare its deltas with the file's.
+@contextmanager
+def peft_reference(
+    model: nn.Module, plan: ShardPlan, witness: FileWitness
+) -> Iterator[PeftReference]:
+    """Wrap ``model`` with PEFT for the time of the block, from the adapter's folder.
 
-    The model is changed in place: use it for nothing else afterwards.
+    Afterwards the model is as it was, also when PEFT gave up halfway.
     """
     from peft import PeftModel
 
+    with as_before(model):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what matters is compared below
+                peft_model = PeftModel.from_pretrained(model, str(plan.adapter.folder)).eval()
+        except Exception as error:  # noqa: BLE001 (PEFT raises many kinds; each is reported)
+            lines = str(error).splitlines() or [""]
+            reference = PeftReference(error=f"{type(error).__name__}: {lines[0][:200]}")
+        else:
+            reference = _compared(peft_model, plan, witness)
+        yield reference
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Put every submodule back in its place at the end: PEFT wraps modules, it changes none."""
+    tree = [(module, dict(module._modules)) for module in model.modules()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    extras = set(vars(model))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what matters is compared below
-            peft_model = PeftModel.from_pretrained(model, str(plan.adapter.folder)).eval()
-    except Exception as error:  # noqa: BLE001 (PEFT raises many kinds; each is reported)
-        lines = str(error).splitlines() or [""]
-        return PeftReference(error=f"{type(error).__name__}: {lines[0][:200]}")
+        yield
+    finally:
+        for module, children in tree:
+            module._modules.clear()
+            module._modules.update(children)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+        for name in set(vars(model)) - extras:  # peft_config and the like
+            delattr(model, name)
+
+
+def _compared(peft_model: nn.Module, plan: ShardPlan, witness: FileWitness) -> PeftReference:
+    """Compare each of PEFT's deltas with the file's."""
     reference = PeftReference(peft_model)
     layers = lora_layers(peft_model)
-    device = str(next(peft_model.parameters()).device)
+    device = next(peft_model.parameters()).device
     for planned in plan.modules:
         layer = layers.get(planned.path)
-        wanted = witness.delta_weight(planned.module.base, device)
-        if wanted is None:
-            continue
-        if layer is None:
-            if float(wanted.norm()) > 0:
+        found = None if layer is None else _delta_of(layer, planned)
+        difference, size = _disagreement(found, planned, witness, device)
+        if found is None:
+            if size > 0:
                 reference.dropped.append(planned.path)
-            continue
-        difference = _disagreement(layer, planned, wanted)
-        if not difference <= LIMITS[planned.module.lora_A.dtype]:
+        elif not difference <= LIMITS[planned.module.lora_A.dtype] * (size or 1.0):
             reference.differing.append(planned.path)
     return reference
 
@@ -83,13 +112,40 @@ def lora_layers(peft_model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _disagreement(layer: Any, planned: PlannedModule, wanted: torch.Tensor) -> float:
+def _delta_of(layer: Any, planned: PlannedModule) -> torch.Tensor:
+    """Return PEFT's delta as ``(out, in)``, for experts ``(num_experts, out, in)``."""
+    base = planned.module.base
     with torch.no_grad():
-        delta = layer.get_delta_weight("default").detach()
-    if planned.module.base.transposed:
+        delta: torch.Tensor = layer.get_delta_weight("default").detach()
+    if base.flat:
+        delta = delta.reshape(base.num_experts, -1, delta.shape[-1])
+    if base.transposed:
         delta = delta.transpose(1, 2)
-    wanted = wanted.to(delta.device)
-    if delta.shape != wanted.shape:
-        return float("inf")
-    size = float(wanted.norm())
-    return float((delta.double() - wanted).norm()) / (size or 1.0)
+    return delta.T if base.kind == "embedding" else delta
+
+
+def _disagreement(
+    found: torch.Tensor | None,
+    planned: PlannedModule,
+    witness: FileWitness,
+    device: torch.device,
+) -> tuple[float, float]:
+    """Return the norm of what differs, and the norm of the file's own delta.
+
+    Expert by expert, since all of a large layer's in float64 take gigabytes.
+    """
+    base = planned.module.base
+    if base.kind == "expert":
+        wanted = expert_deltas(witness, base, device)
+    else:
+        one = plain_delta(witness, planned.path, device)
+        wanted = iter([] if one is None else [(0, one)])
+        found = None if found is None else found[None]
+    difference, size = 0.0, 0.0
+    for expert, own in wanted:
+        size += float(own.square().sum())
+        if found is not None:
+            if found.shape[1:] != own.shape:
+                return float("inf"), size**0.5
+            difference += float((found[expert].double() - own).square().sum())
+    return difference**0.5, size**0.5

@@ -11,6 +11,7 @@ from moelora import kernels
 from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import BaseModel, load_base_model
 from moelora.slicing.errors import CannotRunError, InputError, UsageError
+from moelora.slicing.options import PlanOptions
 from moelora.slicing.plan import ShardPlan, plan_shards
 from moelora.slicing.read import ShardSet
 from moelora.validate.base_weights import load_weights, prompt_tokens, random_tokens
@@ -21,6 +22,7 @@ from moelora.validate.check_logits import check_logits
 from moelora.validate.file_witness import FileWitness
 from moelora.validate.joins import SimulatedJoins
 from moelora.validate.rank_model import MoeLora
+from moelora.validate.reference import make_reference
 from moelora.validate.report import VerifyReport
 from moelora.validate.sharded_model import ShardedModel
 
@@ -70,6 +72,7 @@ def verify(
             opened.layout,
             opened.expert_placement,
             dtype=written_dtype(opened),
+            options=written_options(opened),
         )
         report = VerifyReport(str(shards), name, known.name_or_path)
         report.setting = {
@@ -103,7 +106,7 @@ def _run_lenses(
 ) -> None:
     tensors, metadata = load_all(shards)
     check_bytes(report, shards, plan, tensors, metadata)
-    witness = FileWitness(plan.adapter, base)
+    witness = FileWitness(plan.adapter, base, plan.options)
     joins = SimulatedJoins(shards.layout.tp_size)
     with torch.no_grad():
         broken = check_deltas(
@@ -119,7 +122,8 @@ def _run_lenses(
         batch = torch.cat(prompt_tokens(prompts, base, tokens), 1)
     try:
         sharded = ShardedModel(model, plan, shards, tensors, joins, moe_lora)
-        check_logits(report, model, sharded, plan, witness, batch.to(device))
+        reference = make_reference(model, sharded, plan, witness, batch.to(device))
+        check_logits(report, model, sharded, reference, batch.to(device))
     except torch.cuda.OutOfMemoryError as error:
         raise CannotRunError(f"the GPU ran out of memory: {error}") from error
 
@@ -174,3 +178,9 @@ def written_dtype(shards: ShardSet) -> str:
     if dtype != "keep" and dtype not in DTYPES:
         raise InputError(f"{shards.folder}: unknown dtype {dtype!r} in the manifest")
     return str(dtype)
+
+
+def written_options(shards: ShardSet) -> PlanOptions:
+    """Return what the user stated when the set was made."""
+    stated = shards.body.get("restore", {}).get("options")
+    return PlanOptions.from_json(stated, where=str(shards.folder))

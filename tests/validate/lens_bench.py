@@ -22,6 +22,7 @@ from moelora.validate.check_deltas import check_deltas
 from moelora.validate.check_logits import check_logits
 from moelora.validate.file_witness import FileWitness
 from moelora.validate.joins import SimulatedJoins
+from moelora.validate.reference import Reference, make_reference
 from moelora.validate.report import Check, VerifyReport
 from moelora.validate.sharded_model import ShardedModel
 
@@ -36,6 +37,7 @@ class LensBench:
         self.plan = plan_shards(source, self.base, self.shards.layout)
         self.tensors, _ = load_all(self.shards)
         self.witness = FileWitness(source, self.base)
+        self.reference: list[Reference] = []  # one, made by the first run of lens 3
 
     def run(
         self,
@@ -61,9 +63,14 @@ class LensBench:
                     joins=joins, kernel=kernel, device="cpu", seed=0,
                 )  # fmt: skip
             return report.checks
-        options = {"device": "cpu", "dtype": torch.float32, "random": False, "seed": 0}
-        model = load_weights(self.base, **options)  # type: ignore[arg-type]
-        sharded = ShardedModel(model, self.plan, shards, tensors, joins, kernel)
-        tokens = random_tokens(self.base.text_config.vocab_size, 64, 0)
-        check_logits(report, model, sharded, self.plan, self.witness, tokens)
+        if not self.reference:
+            options = {"device": "cpu", "dtype": torch.float32, "random": False, "seed": 0}
+            self.model = load_weights(self.base, **options)  # type: ignore[arg-type]
+            good = ShardedModel(self.model, self.plan, self.shards, self.tensors, joins, kernel)
+            self.tokens = random_tokens(self.base.text_config.vocab_size, 64, 0)
+            self.reference.append(
+                make_reference(self.model, good, self.plan, self.witness, self.tokens)
+            )
+        sharded = ShardedModel(self.model, self.plan, shards, tensors, joins, kernel)
+        check_logits(report, self.model, sharded, self.reference[0], self.tokens)
         return report.checks

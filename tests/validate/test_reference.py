@@ -1,0 +1,153 @@
+"""The unsharded reference: routing replayed, weights put back, rounding kept out."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from lens_bench import LensBench
+from shard_sets import Workshop, verify
+
+from moelora.validate.base_weights import random_tokens
+from moelora.validate.check_logits import Limits, verdict_of
+from moelora.validate.choices import Choices
+from moelora.validate.distance import Distance
+from moelora.validate.peft_reference import peft_reference
+from moelora.validate.reference import logits_of
+from moelora.validate.unsharded import Unsharded, merged_weight
+
+
+@pytest.fixture(scope="module")
+def bench(workshop: Workshop) -> LensBench:
+    adapter = workshop.adapter("qwen3_moe", "per_expert", use_rslora=True)
+    bench = LensBench(workshop.shards(adapter), adapter)
+    bench.run("logits")
+    return bench
+
+
+def test_replayed_choices_are_imposed_and_weights_computed_anew() -> None:
+    scores = torch.tensor([[0.1, 0.9, 0.8], [0.5, 0.4, 0.3]])
+    with Choices() as recorded:
+        torch.topk(scores, 2)
+    other = torch.tensor([[0.9, 0.1, 0.8], [0.5, 0.4, 0.3]])
+    with Choices(recorded) as replayed:
+        values, indices = other.topk(2, dim=-1)
+    assert indices.tolist() == [[1, 2], [0, 1]]
+    assert torch.equal(values, other.gather(1, indices))
+    assert (replayed.flipped, replayed.total) == (1, 2)
+
+
+def test_another_order_of_the_same_experts_is_no_flip() -> None:
+    with Choices() as recorded:
+        torch.topk(torch.tensor([[0.9, 0.8, 0.1]]), 2)
+    with Choices(recorded) as replayed:
+        torch.topk(torch.tensor([[0.8, 0.9, 0.1]]), 2)
+    assert replayed.flipped == 0
+
+
+def test_more_choices_than_recorded_are_refused() -> None:
+    with Choices() as recorded:
+        pass
+    with Choices(recorded), pytest.raises(RuntimeError, match="more top-k"):
+        torch.topk(torch.ones(1, 3), 2)
+
+
+@pytest.mark.parametrize("who", ["unsharded", "peft"])
+def test_the_model_is_as_it_was_afterwards(bench: LensBench, who: str) -> None:
+    before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
+    classes = [type(module) for module in bench.model.modules()]
+    logits = logits_of(bench.model, bench.tokens)
+    if who == "peft":
+        with peft_reference(bench.model, bench.plan, bench.witness) as peft:
+            assert not torch.equal(logits_of(peft.model, bench.tokens), logits)
+    else:
+        with Unsharded(bench.model, bench.plan, bench.witness).installed():
+            assert not torch.equal(logits_of(bench.model, bench.tokens), logits)
+    after = bench.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert [type(module) for module in bench.model.modules()] == classes
+    assert torch.equal(logits_of(bench.model, bench.tokens), logits)
+
+
+def test_a_forward_that_raises_leaves_the_weights_alone(bench: LensBench) -> None:
+    before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
+    unsharded = Unsharded(bench.model, bench.plan, bench.witness)
+    experts = bench.model.get_submodule("model.layers.1.mlp.experts")
+    handle = experts.act_fn.register_forward_hook(lambda *_: 1 / 0)
+    try:
+        with pytest.raises(ZeroDivisionError), unsharded.installed():
+            logits_of(bench.model, bench.tokens)
+    finally:
+        handle.remove()
+    after = bench.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_merged_weight_is_not_rounded_to_bf16(bench: LensBench) -> None:
+    """Rounding W + delta loses up to 0.4 % of W, which may be more than the delta."""
+    planned = next(
+        p for p in bench.plan.modules if p.path.endswith("layers.1.mlp.experts.down_proj")
+    )
+    weight = bench.model.get_parameter(planned.path).detach().bfloat16()
+    merged = merged_weight(weight, planned, bench.witness)
+    wanted = bench.witness.delta_weight(planned.module.base)
+    assert merged.dtype == torch.float32
+    assert torch.allclose(merged.double() - weight.double(), wanted, atol=1e-7)
+    assert bench.reference[0].name == "the file's own deltas"  # since PEFT is wrong here
+
+
+def test_coverage_of_the_tokens_is_recorded(bench: LensBench) -> None:
+    reached = bench.reference[0].reached
+    assert set(reached) == {f"model.layers.{n}.mlp.experts" for n in (0, 1)}
+    assert all(row.shape == (16,) and row.any() for row in reached.values())
+    assert bench.reference[0].idle == []
+
+
+def distance(mean: float, kl: float = 0.0) -> Distance:
+    return Distance(mean * 5, mean, kl, kl, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "limits", "outcome"),
+    [
+        (7e-3, Limits(), "pass"),  # under 8 x the floor of 1e-3
+        (9e-3, Limits(), "fail"),
+        (9e-3, Limits(floor_factor=10), "pass"),
+        (9e-3, Limits(max_kl=1e-2), "pass"),  # the KL given below is 5e-3
+        (9e-3, Limits(max_kl=1e-3), "fail"),
+        (0.2, Limits(floor_factor=1e6), "fail"),  # a tenth of the effect is the last limit
+        (0.2, Limits(max_kl=1e9), "fail"),
+        (float("nan"), Limits(), "fail"),
+        (float("inf"), Limits(max_kl=1e9), "fail"),
+    ],
+)
+def test_limits(bench: LensBench, found: float, limits: Limits, outcome: str) -> None:
+    reference = copy.copy(bench.reference[0])
+    reference.noise, reference.effect = 1e-3, distance(1.0, 1.0)
+    assert verdict_of(reference, distance(found, 5e-3), limits)[0] == outcome
+
+
+def test_an_effect_below_ten_floors_is_not_checked(bench: LensBench) -> None:
+    reference = copy.copy(bench.reference[0])
+    reference.noise, reference.effect = 1e-3, distance(9e-3)
+    assert verdict_of(reference, distance(1e-3), Limits())[0] == "not_checked"
+    assert verdict_of(reference, distance(1.0), Limits())[0] == "fail"
+    assert verdict_of(reference, distance(float("nan")), Limits())[0] == "fail"
+
+
+def test_bf16_passes_with_the_routing_replayed(workshop: Workshop) -> None:
+    """In bf16 choices flip; what is judged has the same routing on both sides."""
+    adapter = workshop.adapter("qwen3_moe")
+    report = verify(workshop.shards(adapter), adapter, dtype="bfloat16", tokens=256)
+    assert report.exit_code == 0, report.to_text()
+    numbers = report.checks[-1].numbers
+    assert numbers["routing_choices"] == 2 * 256
+    assert numbers["routing_choices_flipped"] > 0
+    assert numbers["free_running"]["max_abs"] > numbers["sharded_against_reference"]["max_abs"]
+
+
+def test_tokens_of_the_same_seed_are_the_same(tmp_path: Path) -> None:
+    assert torch.equal(random_tokens(160, 8, 3), random_tokens(160, 8, 3))
+    assert not torch.equal(random_tokens(160, 8, 3), random_tokens(160, 8, 4))

@@ -1,0 +1,108 @@
+"""What the shards are judged by: the unsharded answer, with its two controls.
+
+The floor is what sharding the base alone changes: another order of summation. The effect is
+what the adapter changes. All passes share one model's weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from moelora.slicing.meta_model import language_model
+from moelora.slicing.plan import ShardPlan
+from moelora.validate.cast_witness import loses_bits, witness_of_shards
+from moelora.validate.choices import Choices, visits
+from moelora.validate.distance import Distance
+from moelora.validate.file_witness import FileWitness
+from moelora.validate.peft_reference import PeftReference, peft_reference
+from moelora.validate.sharded_model import ShardedModel
+from moelora.validate.unsharded import Unsharded, owner_path
+
+# What rounding alone may change, as a share of the mean absolute logit, where the measured
+# floor happens to be smaller (one rank, say, sums in the unsharded order).
+ROUNDING = {torch.float32: 4 * 2**-23, torch.bfloat16: 2**-10, torch.float16: 2**-13}
+
+
+@dataclass
+class Reference:
+    """Logits that a correct shard set gives, and how they were come by.
+
+    name: the witness that is believed. choices: its routing, for replay. cast: what the cast of
+    ``shard --dtype`` changes, None without one. reached: per experts module, which experts the
+    tokens went to. idle: adapted modules whose forward the model never called.
+    """
+
+    name: str
+    logits: torch.Tensor
+    choices: Choices
+    floor: Distance
+    effect: Distance
+    noise: float
+    peft: PeftReference
+    witnesses: Distance | None
+    cast: Distance | None
+    reached: dict[str, torch.Tensor] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits ``(tokens, vocab)`` in fp32 on the CPU."""
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    out = language_model(bare)(input_ids=tokens, use_cache=False).logits
+    return out.float().reshape(-1, out.shape[-1]).cpu()
+
+
+def make_reference(
+    model: nn.Module,
+    sharded: ShardedModel,
+    plan: ShardPlan,
+    witness: FileWitness,
+    tokens: torch.Tensor,
+) -> Reference:
+    """Run the base, the base sharded, PEFT and the file's own deltas on the same tokens."""
+    with Choices() as base_choices:
+        base = logits_of(model, tokens)
+    sharded.with_adapter = False
+    with sharded.installed(), Choices(base_choices):
+        floor = Distance.between(base, logits_of(model, tokens))
+    sharded.with_adapter = True
+
+    merged, merged_choices, idle, reached = _merged(model, plan, witness, tokens)
+    with peft_reference(model, plan, witness) as peft, Choices() as peft_choices:
+        peft_logits = None if peft.model is None else logits_of(peft.model, tokens)
+    if peft_logits is not None and peft.agrees:
+        name, logits, choices = "PEFT", peft_logits, peft_choices
+    else:
+        name, logits, choices = "the file's own deltas", merged, merged_choices
+    effect = Distance.between(logits, base)
+    cast = None
+    if loses_bits(plan):
+        whole = logits
+        logits, choices, _, _ = _merged(model, plan, witness_of_shards(plan, witness), tokens)
+        name = f"the file's own deltas in {plan.dtype}"
+        cast = Distance.between(whole, logits)
+    rounding = ROUNDING[next(model.parameters()).dtype] * float(logits.abs().mean())
+    return Reference(
+        name, logits, choices, floor, effect, max(floor.mean_abs, rounding), peft,
+        None if peft_logits is None else Distance.between(peft_logits, merged),
+        cast, reached, idle,
+    )  # fmt: skip
+
+
+def _merged(
+    model: nn.Module, plan: ShardPlan, witness: FileWitness, tokens: torch.Tensor
+) -> tuple[torch.Tensor, Choices, list[str], dict[str, torch.Tensor]]:
+    """Return logits, choices, modules that never ran, and the experts that were reached."""
+    unsharded = Unsharded(model, plan, witness)
+    containers = {
+        owner_path(planned): planned.module.base.num_experts
+        for planned in plan.modules
+        if planned.module.is_expert
+    }
+    with unsharded.installed(), visits(model, containers) as reached, Choices() as choices:
+        logits = logits_of(model, tokens)
+    return logits, choices, sorted(unsharded.unused), reached

@@ -1,0 +1,143 @@
+"""The unsharded reference: the base with the file's own deltas, and nothing of the shards.
+
+Deltas are computed in float64. A module's weights are replaced only while it runs, so that a
+large model needs no second copy; it then computes in fp32, since rounding a merged weight to
+bf16 would lose part of a small delta and blame the shards for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from moelora.slicing.base_model import BaseModule
+from moelora.slicing.plan import PlannedModule, ShardPlan
+from moelora.validate.file_witness import FileWitness
+
+
+def expert_deltas(
+    witness: FileWitness, module: BaseModule, device: torch.device | str
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (expert, delta ``(out, in)`` in float64) for each expert that the witness knows."""
+    unit = torch.eye(module.shape[2], dtype=torch.float64, device=device)
+    for expert in range(module.num_experts):
+        rows = witness.expert(module, expert, unit)
+        if rows is not None:
+            yield expert, rows.T
+
+
+def plain_delta(witness: FileWitness, path: str, device: torch.device | str) -> torch.Tensor | None:
+    """Return the delta ``(out, in)`` of a plain module in float64; None where there is none."""
+    found = witness.linear(path)
+    if found is None:
+        return None
+    a, b, scaling = found
+    return b.to(device) @ a.to(device) * scaling
+
+
+def merged_weight(
+    weight: torch.Tensor, planned: PlannedModule, witness: FileWitness
+) -> torch.Tensor:
+    """Return the base weight plus the file's delta, in fp32 and in the weight's own storage."""
+    base = planned.module.base
+    if base.kind != "expert":
+        delta = plain_delta(witness, planned.path, weight.device)
+        if delta is None:
+            return weight.float()
+        if base.kind == "embedding":
+            delta = delta.T
+        return (weight.double() + delta).float()
+    total = weight.to(torch.float32, copy=True)
+    view = total.view(base.num_experts, -1, total.shape[-1]) if base.flat else total
+    for expert, delta in expert_deltas(witness, base, weight.device):
+        own = delta.T if base.transposed else delta
+        view[expert] = (view[expert].double() + own).float()
+    return total
+
+
+class Unsharded:
+    """Hooks that give each adapted module its merged weights for the time of its forward."""
+
+    def __init__(self, model: nn.Module, plan: ShardPlan, witness: FileWitness) -> None:
+        self.model = model
+        self.witness = witness
+        # by the path of the module that is called: DBRX's weights stand in one inside it
+        self.owners: dict[str, list[PlannedModule]] = {}
+        for planned in plan.modules:
+            path = owner_path(planned)
+            called = path.rpartition(".")[0] if planned.module.base.flat else path
+            self.owners.setdefault(called, []).append(planned)
+        self.saved: dict[str, dict[str, torch.Tensor]] = {}
+        self.unused = set(self.owners)
+
+    @contextmanager
+    def installed(self) -> Iterator[Unsharded]:
+        """Run the model with the file's deltas for the time of the block."""
+        handles = []
+        try:
+            for path in self.owners:
+                module = self.model.get_submodule(path)
+                handles.append(
+                    module.register_forward_pre_hook(self._before(path), with_kwargs=True)
+                )
+                handles.append(module.register_forward_hook(self._after(path)))
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            for path in list(self.saved):  # a forward that raised never came to its end
+                self._restore(path)
+
+    def _before(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self.unused.discard(path)
+            own = dict(module.named_parameters())
+            self.saved[path] = {name: parameter.data for name, parameter in own.items()}
+            for parameter in own.values():
+                parameter.data = parameter.data.float()
+            for planned in self.owners[path]:
+                name = parameter_path(planned).removeprefix(path + ".")
+                own[name].data = merged_weight(self.saved[path][name], planned, self.witness)
+            return _cast(args, torch.float32), _cast(kwargs, torch.float32)
+
+        return hook
+
+    def _after(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            dtype = next(iter(self.saved[path].values())).dtype
+            self._restore(path)
+            return _cast(output, dtype)
+
+        return hook
+
+    def _restore(self, path: str) -> None:
+        parameters = dict(self.model.get_submodule(path).named_parameters())
+        for name, data in self.saved.pop(path).items():
+            parameters[name].data = data
+
+
+def owner_path(planned: PlannedModule) -> str:
+    """Return the path of the module whose parameter a delta adds to."""
+    return planned.path.rpartition(".")[0] if planned.module.is_expert else planned.path
+
+
+def parameter_path(planned: PlannedModule) -> str:
+    """Return the path of the base parameter that a delta adds to."""
+    return planned.path if planned.module.is_expert else planned.path + ".weight"
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating tensor in a nest of tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, dtype) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value
