@@ -23,7 +23,7 @@ def load_tile(routing_ptr, tile, num_pairs, tile_capacity):
     return virtual_id, position, rows
 
 
-@triton.jit(do_not_specialize=["num_pairs", "tile_capacity", "k_per_split"])
+@triton.jit(do_not_specialize=["num_pairs", "tile_capacity"])
 def _fused_moe_lora_shrink_kernel(
     x_ptr,  # (T, in), or (T, K, in) with X_PER_PAIR
     a_ptr,  # (L, E or 1, S*r, in)
@@ -34,7 +34,6 @@ def _fused_moe_lora_shrink_kernel(
     top_k,
     num_local_experts,
     in_features,
-    k_per_split,
     stride_xt,
     stride_xk,
     stride_al,
@@ -42,6 +41,7 @@ def _fused_moe_lora_shrink_kernel(
     stride_ar,
     COLUMNS: tl.constexpr,  # S * r
     X_PER_PAIR: tl.constexpr,
+    K_PER_SPLIT: tl.constexpr,  # a multiple of BLOCK_K, or loads would not be vectorised
     EVEN_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -61,7 +61,7 @@ def _fused_moe_lora_shrink_kernel(
         virtual_id, first, rows = load_tile(routing_ptr, tile, num_pairs, tile_capacity)
         offs_m = tl.arange(0, BLOCK_M)
         offs_r = (item % NUM_R_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
-        k_begin = split * k_per_split
+        k_begin = split * K_PER_SPLIT
         offs_k = k_begin + tl.arange(0, BLOCK_K)
         mask_m = offs_m < rows
         mask_r = offs_r < COLUMNS
@@ -72,7 +72,7 @@ def _fused_moe_lora_shrink_kernel(
         a_rows = a_ptr + (virtual_id // num_local_experts).to(tl.int64) * stride_al
         a_rows += (virtual_id % num_local_experts).to(tl.int64) * stride_ae
         a_rows += offs_r.to(tl.int64) * stride_ar
-        k_end = tl.minimum(in_features, k_begin + k_per_split)
+        k_end = tl.minimum(in_features, k_begin + K_PER_SPLIT)
         x_ptrs = x_rows[:, None] + offs_k[None, :]
         a_ptrs = a_rows[:, None] + offs_k[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)

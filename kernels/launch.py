@@ -81,6 +81,7 @@ def raw_stream(device: torch.device) -> int | None:
     """Return the handle for `Launch`, or None where it must go through Triton."""
     if device.type != "cuda" or INTERPRETED or torch.version.hip:
         return None
-    if triton.knobs.runtime.launch_enter_hook is not None:  # a profiler listens
+    hook = triton.knobs.runtime.launch_enter_hook
+    if hook is not None and getattr(hook, "calls", True):  # a profiler listens
         return None
     return int(torch._C._cuda_getCurrentRawStream(device.index))

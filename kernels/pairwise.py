@@ -22,7 +22,7 @@ def load_virtual_id(
     return has_work, slot, expert
 
 
-@triton.jit(do_not_specialize=["num_pairs", "k_per_split"])
+@triton.jit(do_not_specialize=["num_pairs"])
 def _pairwise_shrink_kernel(
     x_ptr,  # (T, in), or (T, K, in) with X_PER_PAIR
     a_ptr,  # (L, E or 1, S*r, in)
@@ -34,7 +34,6 @@ def _pairwise_shrink_kernel(
     num_adapters,
     num_local_experts,
     in_features,
-    k_per_split,
     stride_it,
     stride_ik,
     stride_mt,
@@ -45,6 +44,7 @@ def _pairwise_shrink_kernel(
     stride_ar,
     COLUMNS: tl.constexpr,  # S * r
     X_PER_PAIR: tl.constexpr,
+    K_PER_SPLIT: tl.constexpr,  # a multiple of BLOCK_K, or loads would not be vectorised
     EVEN_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -66,30 +66,27 @@ def _pairwise_shrink_kernel(
     if has_work:
         offs_r = (item % NUM_R_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
         mask_r = offs_r < COLUMNS
-        k_begin = split * k_per_split
-        offs_k = k_begin + tl.arange(0, BLOCK_K)
-        k_end = tl.minimum(in_features, k_begin + k_per_split)
-        x_ptrs = x_ptr + (pair // top_k).to(tl.int64) * stride_xt + offs_k
+        k_begin = split * K_PER_SPLIT
+        k_end = tl.minimum(in_features, k_begin + K_PER_SPLIT)
+        x_row = x_ptr + (pair // top_k).to(tl.int64) * stride_xt
         if X_PER_PAIR:
-            x_ptrs += (pair % top_k).to(tl.int64) * stride_xk
+            x_row += (pair % top_k).to(tl.int64) * stride_xk
         a_rows = a_ptr + slot * stride_al + expert * stride_ae + offs_r.to(tl.int64) * stride_ar
-        a_ptrs = a_rows[:, None] + offs_k[None, :]
-        acc = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.float32)
+        acc = tl.zeros((BLOCK_R,), dtype=tl.float32)
         for start in range(k_begin, k_end, BLOCK_K):
             # x (BLOCK_K,), a (BLOCK_R, BLOCK_K)
+            offs_k = start + tl.arange(0, BLOCK_K)
             mask_a = mask_r[:, None]
             if EVEN_K:
-                x = tl.load(x_ptrs)
+                x = tl.load(x_row + offs_k)
             else:
-                mask_k = start + tl.arange(0, BLOCK_K) < k_end
+                mask_k = offs_k < k_end
                 mask_a &= mask_k[None, :]
-                x = tl.load(x_ptrs, mask=mask_k, other=0.0)
-            a = tl.load(a_ptrs, mask=mask_a, other=0.0)
-            acc += a.to(tl.float32) * x.to(tl.float32)[None, :]
-            x_ptrs += BLOCK_K
-            a_ptrs += BLOCK_K
+                x = tl.load(x_row + offs_k, mask=mask_k, other=0.0)
+            a = tl.load(a_rows[:, None] + offs_k[None, :], mask=mask_a, other=0.0)
+            acc += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
         y_row = y_ptr + (split.to(tl.int64) * num_pairs + pair) * COLUMNS
-        tl.store(y_row + offs_r, tl.sum(acc, axis=1), mask=mask_r)
+        tl.store(y_row + offs_r, acc, mask=mask_r)
 
 
 @triton.jit
@@ -147,18 +144,27 @@ def _pairwise_expand_kernel(
     BLOCK_R: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Grid (P * cdiv(N, BLOCK_N),). One program adds one pair's delta in BLOCK_N columns."""
+    """Grid (P * blocks of N,). One program adds one pair's delta in BLOCK_N columns.
+
+    Blocks do not cross from one A slice's columns into the other's, unless these are interleaved.
+    """
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    num_blocks = tl.cdiv(out_features, BLOCK_N)
-    pair = tl.program_id(0) // num_blocks
+    MIXED: tl.constexpr = IS_INTERLEAVED and A_SLICES == 2
+    SLICES: tl.constexpr = 1 if MIXED else A_SLICES
+    slice_features = out_features // SLICES
+    blocks_per_slice = tl.cdiv(slice_features, BLOCK_N)
+    item = tl.program_id(0)
+    pair = item // (SLICES * blocks_per_slice)
     has_work, slot, expert = load_virtual_id(
         topk_ids_ptr, mapping_ptr, pair, top_k, num_adapters, num_local_experts,
         stride_it, stride_ik, stride_mt,
     )  # fmt: skip
     if has_work:
-        offs_n = (tl.program_id(0) % num_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < out_features
+        a_slice = (item // blocks_per_slice) % SLICES
+        offs_j = (item % blocks_per_slice) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_j < slice_features
+        offs_n = a_slice * slice_features + offs_j
         token = (pair // top_k).to(tl.int64)
         k = pair % top_k
         b_rows = b_ptr + slot * stride_bl + expert * stride_be + offs_n.to(tl.int64) * stride_bn
@@ -175,20 +181,15 @@ def _pairwise_expand_kernel(
         if USE_TOPK_WEIGHTS:
             weight = tl.load(topk_weights_ptr + token * stride_wt + k * stride_wk)
             factor *= weight.to(tl.float32)
-        is_up = offs_n * 0
-        if A_SLICES == 2:
-            if IS_INTERLEAVED:
-                is_up = offs_n % 2
-            else:
-                is_up = (offs_n >= out_features // 2).to(tl.int32)
-        factors = tl.full((BLOCK_N,), 1.0, tl.float32) * factor
         if USE_SCALING_TENSOR:
-            factors *= tl.load(
-                scaling_ptr + slot * stride_sl + expert * stride_se + is_up * stride_ss
-            )
+            scale_ptr = scaling_ptr + slot * stride_sl + expert * stride_se
+            if MIXED:
+                factor *= tl.load(scale_ptr + (offs_n % 2) * stride_ss)
+            else:
+                factor *= tl.load(scale_ptr + a_slice * stride_ss)
         if USE_PDL:
             tl.extra.cuda.gdc_wait()
-        y_row = y_ptr + pair.to(tl.int64) * (A_SLICES * RANK)
+        y_row = y_ptr + pair.to(tl.int64) * (A_SLICES * RANK) + a_slice * RANK
         plane = num_pairs.to(tl.int64) * (A_SLICES * RANK)
         acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
         for start in tl.static_range(0, RANK, BLOCK_R):
@@ -199,16 +200,15 @@ def _pairwise_expand_kernel(
                     mask=mask_n[:, None] & (offs_r < RANK)[None, :],
                     other=0.0,
                 )
-            y = load_rank_vector(y_row, plane, has_work, RANK, SPLIT_K, SPLITS, BLOCK_R, start)[
-                None, :
-            ]
-            if A_SLICES == 2:
+            y = load_rank_vector(y_row, plane, has_work, RANK, SPLIT_K, SPLITS, BLOCK_R, start)
+            y = y[None, :]
+            if MIXED:
                 y_up = load_rank_vector(
                     y_row + RANK, plane, has_work, RANK, SPLIT_K, SPLITS, BLOCK_R, start
                 )
-                y = tl.where(is_up[:, None] == 1, y_up[None, :], y)
+                y = tl.where(offs_n[:, None] % 2 == 1, y_up[None, :], y)
             acc += tl.sum(b.to(tl.float32) * y, axis=1)
-        tl.store(out_ptrs, (out + factors * acc).to(output_ptr.dtype.element_ty), mask=mask_n)
+        tl.store(out_ptrs, (out + factor * acc).to(output_ptr.dtype.element_ty), mask=mask_n)
     else:
         if USE_PDL:
             tl.extra.cuda.gdc_wait()

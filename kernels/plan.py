@@ -107,7 +107,9 @@ def pairwise_plan(p: Problem) -> Plan:
     early, sms = can_launch_early(device), num_sms(device)
     num_pairs, columns = s.num_tokens * s.top_k, s.a_slices * s.rank
     shrink = tiles.pairwise_shrink_tile(num_pairs, columns, s.in_features, sms)
-    expand = tiles.pairwise_expand_tile(num_pairs, s.rank, s.out_features, sms)
+    mixed = s.interleaved or s.a_slices == 1  # blocks of N may lie anywhere
+    slices = 1 if mixed else s.a_slices
+    expand = tiles.pairwise_expand_tile(num_pairs, s.rank, s.out_features, slices, sms)
     ids = (s.top_k, s.num_adapters, s.num_local_experts)
     return Plan(
         s,
@@ -115,23 +117,23 @@ def pairwise_plan(p: Problem) -> Plan:
         Launch(
             _pairwise_shrink_kernel,
             num_pairs * shrink.split_k * cdiv(columns, shrink.block_r),
-            (num_pairs, *ids, s.in_features, shrink.k_per_split, *p.id_strides, *p.x_strides,
+            (num_pairs, *ids, s.in_features, *p.id_strides, *p.x_strides,
              *p.a_strides),
             {
                 "COLUMNS": columns, "X_PER_PAIR": s.x_per_pair,
-                "EVEN_K": s.in_features % shrink.block_k == 0, "SPLIT_K": shrink.split_k,
+                "K_PER_SPLIT": shrink.k_per_split, "EVEN_K": s.in_features % shrink.block_k == 0, "SPLIT_K": shrink.split_k,
                 "BLOCK_R": shrink.block_r, "BLOCK_K": shrink.block_k, "USE_PDL": early,
             },
             num_warps=shrink.num_warps, num_stages=shrink.num_stages, early=early,
         ),
         Launch(
             _pairwise_expand_kernel,
-            num_pairs * cdiv(s.out_features, expand.block_n),
+            num_pairs * slices * cdiv(s.out_features // slices, expand.block_n),
             (p.scaling, num_pairs, *ids, s.out_features, *p.id_strides, *p.output.stride()[:2],
              *p.b_strides, *p.scaling_strides, *p.weight_strides),
             {
                 **p.expand_constants, "SPLIT_K": shrink.split_k,
-                "SPLITS": tiles.power_of_2(shrink.split_k, 1, 64), "BLOCK_N": expand.block_n,
+                "SPLITS": tiles.power_of_2(shrink.split_k, 1, 1024), "BLOCK_N": expand.block_n,
                 "BLOCK_R": expand.block_r, "USE_PDL": early,
             },
             num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
@@ -160,11 +162,11 @@ def grouped_plan(p: Problem, block_m: int) -> Plan:
         Launch(
             _fused_moe_lora_shrink_kernel,
             min(shrink_items, most),
-            (num_pairs, capacity, s.top_k, s.num_local_experts, s.in_features, shrink.k_per_split,
+            (num_pairs, capacity, s.top_k, s.num_local_experts, s.in_features,
              *p.x_strides, *p.a_strides),
             {
                 "COLUMNS": columns, "X_PER_PAIR": s.x_per_pair,
-                "EVEN_K": s.in_features % shrink.block_k == 0, "SPLIT_K": shrink.split_k,
+                "K_PER_SPLIT": shrink.k_per_split, "EVEN_K": s.in_features % shrink.block_k == 0, "SPLIT_K": shrink.split_k,
                 "BLOCK_M": block_m, "BLOCK_R": shrink.block_r, "BLOCK_K": shrink.block_k,
                 "USE_PDL": early,
             },

@@ -26,8 +26,8 @@ from moelora.kernels.tiles import cdiv, choose_block_m, power_of_2
 # per group. Above, the pairs are counted per group and scattered: two launches.
 MAX_PAIRS_COMPARED = 2048
 _COMPARE_BLOCK = 32
-_COMPARE_CHUNK = 512
-_COUNT_BLOCK = 128
+_COMPARE_CHUNK = 128
+_COUNT_BLOCK = 64
 _SCATTER_BLOCK = 256
 _SCAN_CHUNK = 2048
 # int32 words before the counters per group: [0:2] the 64-bit cursor of the comparing kernel,
@@ -243,7 +243,7 @@ def _prepare(
                 "COUNTERS": COUNTER_HEADER, "BLOCK_M": block_m, "BLOCK_P": _COUNT_BLOCK,
                 "CHUNK": power_of_2(num_groups, 16, _SCAN_CHUNK), "USE_PDL": early,
             },
-            num_warps=8, early=early,
+            early=early,
         ),
         Launch(
             _scatter_pairs_kernel, cdiv(num_pairs, _SCATTER_BLOCK), (*sizes, num_groups, *ids),

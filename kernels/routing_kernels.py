@@ -76,26 +76,28 @@ def _route_by_comparing_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     offs_i = pid * BLOCK_P + tl.arange(0, BLOCK_P)
-    own, _ = load_virtual_ids(
+    own, _own_is_local = load_virtual_ids(
         topk_ids_ptr, mapping_ptr, offs_i, num_pairs, top_k, num_adapters, num_local_experts,
         stride_it, stride_ik, stride_mt,
     )  # fmt: skip
-    position = tl.zeros((BLOCK_P,), dtype=tl.int32)
-    rank = tl.zeros((BLOCK_P,), dtype=tl.int32)  # within the group
-    count = tl.zeros((BLOCK_P,), dtype=tl.int32)  # of the group
+    # (CHUNK, BLOCK_P): threads lie along axis 1, so that the sums over axis 0 need few shuffles
+    before = tl.zeros((CHUNK, BLOCK_P), dtype=tl.int32)  # pairs that sort before
+    group = tl.zeros((CHUNK, BLOCK_P), dtype=tl.int32)  # pairs of the group, earlier ones << 16
     for start in range(0, num_pairs, CHUNK):
         offs_j = start + tl.arange(0, CHUNK)
-        other, _ = load_virtual_ids(
+        other, _other_is_local = load_virtual_ids(
             topk_ids_ptr, mapping_ptr, offs_j, num_pairs, top_k, num_adapters, num_local_experts,
             stride_it, stride_ik, stride_mt,
         )  # fmt: skip
-        # (BLOCK_P, CHUNK)
-        same = (other[None, :] == own[:, None]).to(tl.int32)
-        earlier = same * (offs_j[None, :] < offs_i[:, None]).to(tl.int32)
-        smaller = ((other[None, :] < own[:, None]) & (other[None, :] >= 0)).to(tl.int32)
-        position += tl.sum(smaller + earlier, axis=1)
-        rank += tl.sum(earlier, axis=1)
-        count += tl.sum(same, axis=1)
+        same = other[:, None] == own[None, :]
+        earlier = same & (offs_j[:, None] < offs_i[None, :])
+        smaller = (other[:, None] < own[None, :]) & (other[:, None] >= 0)
+        before += (smaller | earlier).to(tl.int32)
+        group += tl.where(earlier, 0x10001, same.to(tl.int32))
+    position = tl.sum(before, axis=0)
+    count = tl.sum(group, axis=0)  # of the group
+    rank = count >> 16  # within the group
+    count = count & 0xFFFF
 
     has_work = own >= 0
     tl.store(routing_ptr + ROUTING_HEADER + position, offs_i, mask=has_work)
@@ -186,20 +188,22 @@ def _count_pairs_kernel(
     counts_ptr = counters_ptr + COUNTERS
     pid = tl.program_id(0)
     offs = pid * BLOCK_P + tl.arange(0, BLOCK_P)
-    own, _ = load_virtual_ids(
+    own, _own_is_local = load_virtual_ids(
         topk_ids_ptr, mapping_ptr, offs, num_pairs, top_k, num_adapters, num_local_experts,
         stride_it, stride_ik, stride_mt,
     )  # fmt: skip
     has_work = own >= 0
-    # (BLOCK_P, BLOCK_P)
-    same = (own[:, None] == own[None, :]) & has_work[:, None]
     index = tl.arange(0, BLOCK_P)
-    rank = tl.sum((same & (index[None, :] < index[:, None])).to(tl.int32), axis=1)
-    leader = tl.min(tl.where(same, index[None, :], BLOCK_P), axis=1)
-    count = tl.sum(same.to(tl.int32), axis=1)
-    base = tl.atomic_add(counts_ptr + own, count, mask=has_work & (leader == index), sem="relaxed")
+    # (BLOCK_P, BLOCK_P): others along axis 0, own pairs along axis 1, where the threads lie
+    same = own[:, None] == own[None, :]
+    earlier = same & (index[:, None] < index[None, :])
+    group = tl.sum(tl.where(earlier, 0x10001, same.to(tl.int32)), axis=0)
+    rank, count = group >> 16, group & 0xFFFF
+    is_leader = has_work & (rank == 0)
+    base = tl.atomic_add(counts_ptr + own, count, mask=is_leader, sem="relaxed")
     # each pair takes what its leader got
-    base = tl.sum(tl.where(leader[:, None] == index[None, :], base[None, :], 0), axis=1)
+    given = tl.where(is_leader, base, 0)
+    base = tl.sum(tl.where(same, given[:, None], 0), axis=0)
     tl.store(ranks_ptr + offs, tl.where(has_work, base + rank, -1), mask=offs < num_pairs)
 
     tl.debug_barrier()
@@ -235,7 +239,7 @@ def _scatter_pairs_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     ranks_ptr, offsets_ptr = scratch(routing_ptr, num_pairs, tile_capacity)
     offs = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    own, _ = load_virtual_ids(
+    own, _own_is_local = load_virtual_ids(
         topk_ids_ptr, mapping_ptr, offs, num_pairs, top_k, num_adapters, num_local_experts,
         stride_it, stride_ik, stride_mt,
     )  # fmt: skip

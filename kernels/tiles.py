@@ -66,21 +66,23 @@ def _split(in_features: int, block_k: int, splits: int) -> tuple[int, int]:
 
 
 def pairwise_shrink_tile(num_pairs: int, columns: int, in_features: int, sms: int) -> ShrinkTile:
-    """columns: S * r."""
-    block_r = power_of_2(columns, 4, 64)
-    block_k = power_of_2(in_features, 64, max(128, 8192 // block_r))
-    if block_k > 256:
-        block_k = 256 if num_pairs * cdiv(in_features, 512) < 2 * sms else 512
-    programs = num_pairs * cdiv(columns, block_r)
-    splits = cdiv(8 * PROGRAMS_PER_SM * sms, max(1, programs))
-    split_k, k_per_split = _split(in_features, block_k, min(64, splits))
+    """columns: S * r. One block of A per program: long rows, so that there are few partial sums."""
+    block_k = power_of_2(in_features, 64, 512 if in_features <= 8192 else 1024)
+    while block_k > 256 and cdiv(in_features, block_k) * block_k > 1.2 * in_features:
+        block_k //= 2
+    few = num_pairs * columns * in_features < 8192 * 2 * sms
+    block_r = power_of_2(columns, 4, max(4, (4096 if few else 8192) // block_k))
+    split_k, k_per_split = _split(in_features, block_k, 64)
     return ShrinkTile(block_r, block_k, split_k, k_per_split, 4, 1)
 
 
-def pairwise_expand_tile(num_pairs: int, rank: int, out_features: int, sms: int) -> ExpandTile:
+def pairwise_expand_tile(
+    num_pairs: int, rank: int, out_features: int, slices: int, sms: int
+) -> ExpandTile:
+    """slices: into how many parts the output columns fall that no block may cross."""
     block_r = power_of_2(rank, 4, 64)
     few = num_pairs * out_features * block_r < 4096 * 2 * sms
-    block_n = power_of_2(out_features, 32, max(32, (2048 if few else 4096) // block_r))
+    block_n = power_of_2(out_features // slices, 32, max(32, (2048 if few else 4096) // block_r))
     return ExpandTile(min(512, block_n), block_r, 4, 1)
 
 
@@ -102,4 +104,4 @@ def grouped_expand_tile(block_m: int, rank: int, slice_features: int) -> ExpandT
     """slice_features: output columns that one A slice feeds."""
     block_r = power_of_2(rank, 16, 64)
     block_n = power_of_2(slice_features, 16, 256 if block_m == 16 and block_r <= 32 else 128)
-    return ExpandTile(block_n, block_r, 4, 2)
+    return ExpandTile(block_n, block_r, 4, 1)

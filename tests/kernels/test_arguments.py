@@ -70,7 +70,8 @@ def test_rows_must_be_contiguous() -> None:
 def test_routing_of_other_sizes_is_refused() -> None:
     from moelora.kernels import build_routing
 
-    p = make_problem(Case(5, 2, 2, 3, 24, 20, 4))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    p = make_problem(Case(5, 2, 2, 3, 24, 20, 4), device=device)
     other = build_routing(*p.args[3:], num_adapters=2, num_local_experts=4)
     with pytest.raises(ArgumentError, match="routing"):
         fused_moe_lora(p.output, *p.args, **p.kwargs, routing=other)

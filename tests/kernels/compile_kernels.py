@@ -1,0 +1,139 @@
+"""Compiles every kernel for several GPUs on a machine without one, and prints what each needs.
+
+    python -P tests/kernels/compile_kernels.py [sm_90 ...]
+
+The launches are those of the public functions on meta tensors, so what is compiled is what runs.
+Prints one JSON line per kernel: target, kernel, registers, spilled bytes, shared memory.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+class PretendDriver:
+    """Stands in for a GPU: kernels are compiled for `name`, and never launched."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.name]
+
+    def get_current_device(self) -> int:
+        return list(TARGETS).index(self.name)
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Return registers, spilled bytes and shared memory of a compiled kernel."""
+    found = {"shared": int(compiled.metadata.shared)}
+    if "cubin" not in compiled.asm:
+        return found
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    for key, name in (("REG", "registers"), ("STACK", "spilled")):
+        match = re.search(rf"{key}:(\d+)", text)
+        if match:
+            found[name] = int(match.group(1))
+    return found
+
+
+def compile_for(name: str, calls: Any) -> list[dict[str, Any]]:
+    """Run `calls()` with launches turned into compilations; return one row per new kernel."""
+    driver.set_active(PretendDriver(name))
+    rows: dict[str, dict[str, Any]] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if compiled.hash not in rows:
+            rows[compiled.hash] = {"target": name, "kernel": self.__name__, **resources(compiled)}
+            rows[compiled.hash]["options"] = {
+                k: v for k, v in kwargs.items() if k.isupper() or k.startswith("num_")
+            }
+        return compiled
+
+    JITFunction.run = compile_only
+    try:
+        calls()
+    finally:
+        JITFunction.run = run
+    return list(rows.values())
+
+
+def meta_call(
+    tokens: int,
+    *,
+    rank: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    down: bool = False,
+    interleaved: bool = False,
+    hidden: int = 2048,
+    features: int = 768,
+) -> None:
+    """One stage of a layer with 8 adapters, 128 experts and top-8, on meta tensors."""
+    from moelora.kernels import fused_moe_lora
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    ids, mapping = empty(tokens, 8, of=torch.int32), empty(tokens, of=torch.int32)
+    slices, width, out = (1, features, hidden) if down else (2, hidden, 2 * features)
+    x = empty(tokens, 8, width) if down else empty(tokens, width)
+    fused_moe_lora(
+        empty(tokens, 8, out), x, empty(8, 128, slices * rank, width), empty(8, 128, out, rank),
+        ids, mapping, scaling=empty(8, 1, 1, of=torch.float32), a_slices=slices,
+        topk_weights=empty(tokens, 8, of=torch.float32) if down else None,
+        gate_up_layout="interleaved" if interleaved else "concatenated",
+    )  # fmt: skip
+
+
+def all_calls() -> None:
+    """Every kernel at least once, in the types and ranks that are served."""
+    for rank in (16, 64):
+        for tokens in (1, 64, 256, 8192):  # pairwise, and three heights of tiles
+            meta_call(tokens, rank=rank)
+            meta_call(tokens, rank=rank, down=True)
+    meta_call(256, interleaved=True)
+    meta_call(256, rank=256)  # several blocks of r
+    meta_call(256, dtype=torch.float16, hidden=2041, features=763)  # nothing is aligned
+    meta_call(256, dtype=torch.float32)
+
+
+def main() -> None:
+    for name in sys.argv[1:] or TARGETS:
+        for row in compile_for(name, all_calls):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
