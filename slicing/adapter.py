@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from moelora.slicing.bounded_json import read_json_object, shown
 from moelora.slicing.errors import Fault, InputError
+from moelora.slicing.header import TensorInfo
 from moelora.slicing.source import fetch_adapter
+from moelora.slicing.tensor_file import TensorFile
+from moelora.slicing.weights import WEIGHTS_NAME, inside, open_weights
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "Adapter", "LoraConfig", "TensorInfo", "sha256_of"]
+
 CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of the adapter's file: its key as it stands there, dtype and shape."""
-
-    key: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -38,6 +31,7 @@ class LoraConfig:
     """The parts of ``adapter_config.json`` that decide about values; ``raw`` holds all of it.
 
     usable: False when those parts are wrong, which is a fault; they then hold stand-ins.
+    file_bytes: the file as it was when it was read, for the copy beside the shards.
     """
 
     raw: dict[str, Any]
@@ -47,6 +41,7 @@ class LoraConfig:
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, float]
     usable: bool = True
+    file_bytes: bytes = field(default=b"", repr=False)
 
     @property
     def base_name(self) -> str | None:
@@ -98,12 +93,11 @@ class Adapter:
     tensors: dict[str, TensorInfo]
     revision: str | None = None
     faults: list[Fault] = field(default_factory=list)
-    _handles: dict[str, Any] = field(default_factory=dict, repr=False)
-    _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+    _files: dict[str, TensorFile] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, name_or_path: str, revision: str | None = None) -> Adapter:
-        """Open an adapter folder or Hub id. Only the config and the file's header are read.
+        """Open an adapter folder or Hub id. Only the config and the files' headers are read.
 
         Raises:
             InputError: the config or the weights are missing or not readable.
@@ -111,36 +105,50 @@ class Adapter:
         folder = fetch_adapter(name_or_path, revision)
         config, faults = read_config(folder / CONFIG_NAME)
         adapter = cls(str(name_or_path), folder, config, {}, revision, faults)
-        adapter._open_file(folder / WEIGHTS_NAME)
+        try:
+            for file in open_weights(folder):
+                adapter._add(file)
+        except BaseException:
+            adapter.close()
+            raise
         return adapter
 
-    def _open_file(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        if not path.is_file():
-            others = sorted(p.name for p in self.folder.iterdir())
+    def _add(self, file: TensorFile) -> None:
+        self._files[file.path.name] = file
+        for key in file.tensors.keys() & self.tensors.keys():
             raise InputError(
-                f"{path}: no such file; the folder holds {others[:12]}",
-                hint="an adapter folder holds adapter_config.json and adapter_model.safetensors",
+                f"{file.path}: tensor {shown(key)} is in {self.tensors[key].file} as well",
+                hint="which one is meant is not decided: remove one",
             )
-        try:
-            handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
-            for key in handle.keys():  # noqa: SIM118 (not a dict)
-                view = handle.get_slice(key)
-                info = TensorInfo(key, path.name, view.get_dtype(), tuple(view.get_shape()))
-                self.tensors[key] = info
-        except (SafetensorError, OSError) as error:
-            raise InputError(
-                f"{path}: not readable as safetensors ({error}); {path.stat().st_size} bytes",
-                hint="the file is damaged or cut short: copy or download it again",
-            ) from error
-        if not self.tensors:
-            raise InputError(f"{path}: holds no tensors", hint="the adapter was saved empty")
-        self._handles[path.name] = handle
+        if not file.tensors:
+            raise InputError(f"{file.path}: holds no tensors", hint="the adapter was saved empty")
+        self.tensors.update(file.tensors)
 
     def read(self, key: str) -> torch.Tensor:
         """Return the tensor ``key`` as it stands in the file, on the CPU."""
-        return self._handles[self.tensors[key].file].get_tensor(key)
+        import torch
+
+        from moelora.slicing.lora import torch_dtypes
+
+        info = self.tensors[key]
+        file = self._files[info.file]
+        values = torch.empty(info.size, dtype=torch.uint8)
+        file.read_tensor(info, 0, memoryview(values.numpy()))
+        return values.view(torch_dtypes()[info.dtype]).reshape(info.shape)
+
+    def read_into(self, info: TensorInfo, begin: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with a tensor's bytes, from its own byte ``begin``. Thread-safe."""
+        self._files[info.file].read_tensor(info, begin, buffer)
+
+    @property
+    def files(self) -> list[TensorFile]:
+        """The open files that hold the tensors."""
+        return list(self._files.values())
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when a file of tensors was changed since it was opened."""
+        for file in self.files:
+            file.check_unchanged()
 
     @property
     def base_name(self) -> str | None:
@@ -154,12 +162,13 @@ class Adapter:
 
     def file_hashes(self) -> dict[str, str]:
         """Return the sha256 of every file of the adapter that moelora reads."""
-        names = [CONFIG_NAME, *sorted(self._handles)]
-        return {name: sha256_of(self.folder / name) for name in names}
+        hashes = {CONFIG_NAME: hashlib.sha256(self.config.file_bytes).hexdigest()}
+        return hashes | {name: file.sha256() for name, file in sorted(self._files.items())}
 
     def close(self) -> None:
-        self._stack.close()
-        self._handles.clear()
+        for file in self.files:
+            file.close()
+        self._files.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -190,17 +199,15 @@ def read_config(path: Path) -> tuple[LoraConfig, list[Fault]]:
             f"{path}: no such file",
             hint="an adapter folder holds adapter_config.json and adapter_model.safetensors",
         )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: holds {type(raw).__name__}, expected an object")
-    return parse_config(raw)
+    raw, file_bytes = read_json_object(
+        inside(path.parent, path.name), hint="an adapter_config.json is written by PEFT on saving"
+    )
+    config, faults = parse_config(raw)
+    return replace(config, file_bytes=file_bytes), faults
 
 
 def parse_config(raw: dict[str, Any]) -> tuple[LoraConfig, list[Fault]]:
-    """Return the config that ``raw`` holds, and what in it is wrong or cannot be carried over."""
+    """Return the config that the fields of an ``adapter_config.json`` make, and what is wrong."""
     faults = [*_unsupported(raw), *_wrong_types(raw)]
     usable = not any(fault.code == "config" for fault in faults)
     config = LoraConfig(

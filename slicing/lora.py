@@ -69,7 +69,8 @@ class Factor:
 
         only = self.pieces[0]
         if len(self.pieces) == 1 and only.at == whole(self.shape):
-            return only.pick(read(only.key)).to(torch_dtypes()[self.dtype]).contiguous()
+            part = only.pick(read(only.key)).to(torch_dtypes()[self.dtype])
+            return part.expand(self.shape).contiguous()  # one expert's, written out for all
         tensor = torch.zeros(self.shape, dtype=torch_dtypes()[self.dtype])
         for piece in self.pieces:
             tensor[slices(piece.at)] = piece.pick(read(piece.key)).to(tensor.dtype)

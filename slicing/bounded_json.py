@@ -1,0 +1,93 @@
+"""JSON from files that others wrote: bounded in size, depth and memory, and never ambiguous."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from moelora.slicing.errors import InputError
+
+# Larger than any real config; a rank_pattern with one entry per expert stays below 8 MB.
+MAX_CONFIG_BYTES = 16_000_000
+# Lists and objects in a config. Python needs some 64 bytes for each that the text says in 2.
+MAX_CONFIG_CONTAINERS = 100_000
+
+
+def read_json_object(path: Path, *, hint: str = "") -> tuple[dict[str, Any], bytes]:
+    """Return the object that a JSON file holds, and the file's bytes.
+
+    Raises:
+        InputError: too large, too deep, not JSON, not an object, or a key stands twice.
+    """
+    raw = read_small_file(path, MAX_CONFIG_BYTES)
+    count = raw.count(b"{") + raw.count(b"[")
+    if count > MAX_CONFIG_CONTAINERS:
+        raise InputError(
+            f"{path}: not readable as JSON: {count} lists and objects, at most "
+            f"{MAX_CONFIG_CONTAINERS} are allowed",
+            hint=hint or "this is no config that a library wrote",
+        )
+    try:
+        body = parse_json(raw)
+    except ValueError as error:
+        raise InputError(f"{path}: not readable as JSON: {error}", hint=hint) from error
+    if not isinstance(body, dict):
+        kind = type(body).__name__
+        raise InputError(f"{path}: holds {kind}, expected an object", hint=hint)
+    return body, raw
+
+
+def parse_json(raw: bytes) -> Any:
+    """Return what ``raw`` says. A key that stands twice is refused.
+
+    Raises:
+        ValueError: not valid, ambiguous, or nested deeper than Python's stack.
+    """
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_no_doubles)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def read_small_file(path: Path, limit: int) -> bytes:
+    """Return the bytes of a regular file of at most ``limit`` bytes.
+
+    Raises:
+        InputError: no regular file, or larger.
+    """
+    # Not blocking: a named pipe would keep the open waiting for a writer for ever.
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be opened: {error.strerror}") from error
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{path}: is no regular file", hint="put the file itself there")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise InputError(
+            f"{path}: {max(status.st_size, len(data))} bytes, at most {limit} are read",
+            hint="is this the right file? Configs are a few kilobytes",
+        )
+    return data
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {shown(key)} stands twice in one object")
+            seen.add(key)
+    return fields
+
+
+def shown(text: str, limit: int = 80) -> str:
+    """Return a hostile or long text quoted, in printable ASCII, cut to ``limit`` characters."""
+    cut = ascii(text[:limit])
+    return cut if len(text) <= limit else f"{cut}... ({len(text)} characters)"
