@@ -118,7 +118,6 @@ def test_ranks(body: dict[str, Any], written: Path) -> None:
 SHAPES: dict[str, tuple[str, list[int], int | None, list[int], int | None]] = {
     "model.layers.3.self_attn.q_proj": ("column", [5, 64], None, [256, 5], 0),
     "model.layers.3.self_attn.o_proj": ("row", [5, 128], 1, [64, 5], None),
-    "model.layers.0.linear_attn.in_proj_qkvz": ("column", [5, 64], None, [384, 5], 0),
     "model.layers.0.mlp.experts.gate_up_proj": (
         "routed_gate_up",
         [16, 5, 64],
