@@ -232,6 +232,11 @@ _REFUSED = {
 }
 
 
+# Starts of LoRA that subtract from the base weights. Source: vLLM lora/peft_helper.py:53-107
+# refuses the same; PEFT writes True once the adapter was converted on saving.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
 def _unsupported(raw: dict[str, Any]) -> list[Fault]:
     faults = [
         Fault("unsupported", CONFIG_NAME, f"{key} = {raw[key]!r}: {why}")
@@ -240,6 +245,14 @@ def _unsupported(raw: dict[str, Any]) -> list[Fault]:
     ]
     if raw.get("peft_type") != "LORA":
         message = f"peft_type = {raw.get('peft_type')!r}, expected 'LORA'"
+        faults.append(Fault("unsupported", CONFIG_NAME, message))
+    init = raw.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
+        message = (
+            f"init_lora_weights = {init!r}: this start changed the base weights, so the adapter is "
+            "relative to a base that nobody serves; save it with "
+            "path_initial_model_for_weight_conversion, which turns it into a plain LoRA"
+        )
         faults.append(Fault("unsupported", CONFIG_NAME, message))
     if raw.get("bias") not in (None, "none"):
         message = f"bias = {raw['bias']!r}: trained biases of the base are not LoRA"

@@ -48,6 +48,8 @@ def test_keys_that_are_not_lora(name: str, code: str, says: str, tmp_path: Path)
 
 CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"use_dora": True}, "unsupported", "DoRA"),
+    ({"init_lora_weights": "pissa_niter_16"}, "unsupported", "changed the base weights"),
+    ({"init_lora_weights": "OLoRA"}, "unsupported", "changed the base weights"),
     ({"lora_bias": True}, "unsupported", "lora_bias"),
     ({"bias": "all"}, "unsupported", "bias = 'all'"),
     ({"bias": "lora_only"}, "unsupported", "bias = 'lora_only'"),
