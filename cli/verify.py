@@ -22,8 +22,8 @@ from moelora.cli.output import reporting
 
 EPILOG = examples(
     "moelora verify ./my-adapter-tp4-ep2 --adapter ./my-adapter",
-    "moelora verify ./shards --adapter ./my-adapter --base ./Qwen3-30B-A3B --device cuda",
     "moelora verify ./shards --adapter ./my-adapter --random-base --json | jq .verdict",
+    "moelora verify ./shards --adapter ./my-adapter --self-test",
 )
 
 ShardsArgument = Annotated[
@@ -80,6 +80,31 @@ SeedOption = Annotated[
     int,
     typer.Option("--seed", metavar="N", min=0, help="Seed of all random numbers."),
 ]
+MaxKlOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-kl",
+        metavar="X",
+        help="Limit on the mean KL divergence of the logits. Default: the floor decides.",
+    ),
+]
+FloorFactorOption = Annotated[
+    float | None,
+    typer.Option(
+        "--floor-factor",
+        metavar="X",
+        help="How many times the floor (the base sharded against not) the logits may be off. "
+        "Default: 8.",
+    ),
+]
+SelfTestOption = Annotated[
+    bool,
+    typer.Option(
+        "--self-test",
+        help="Verify, then put known faults into the set in memory, one by one, and show that "
+        "each is caught. Default: verify alone.",
+    ),
+]
 
 
 def verify(
@@ -95,6 +120,9 @@ def verify(
     prompts: PromptsOption = None,
     tokens: TokensOption = 64,
     seed: SeedOption = 0,
+    max_kl: MaxKlOption = None,
+    floor_factor: FloorFactorOption = None,
+    self_test: SelfTestOption = False,
     as_json: JsonOption = False,
 ) -> int:
     """Boot the shards and compare them with the unsharded adapter.
@@ -106,9 +134,10 @@ def verify(
         # Without a GPU Triton can only interpret, and it decides that when first imported.
         os.environ["TRITON_INTERPRET"] = "1"
     with reporting("verify", as_json) as out:
+        from moelora.validate import self_test as try_faults
         from moelora.validate import verify as compare
 
-        report = compare(
+        report = (try_faults if self_test else compare)(
             shards,
             adapter=adapter,
             base=base,
@@ -121,6 +150,8 @@ def verify(
             tokens=tokens,
             seed=seed,
             random_base=random_base,
+            max_kl=max_kl,
+            floor_factor=floor_factor,
         )
         out.report(report.to_json(), report.to_text())
         return report.exit_code

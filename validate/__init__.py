@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["VerifyReport", "verify"]
+__all__ = ["VerifyReport", "self_test", "verify"]
 
 
 def __getattr__(name: str) -> Any:
@@ -11,6 +11,10 @@ def __getattr__(name: str) -> Any:
         from moelora.validate.run import verify
 
         return verify
+    if name == "self_test":
+        from moelora.validate.try_faults import self_test
+
+        return self_test
     if name == "VerifyReport":
         from moelora.validate.report import VerifyReport
 

@@ -67,7 +67,7 @@ def check_bytes(
     ]
     count = sum(len(own) for own in tensors)
     report.add("bytes", "finite", bad, f"{count} tensors", tensors=count)
-    _check_reassembled(report, shards, plan, tensors)
+    check_reassembled(report, shards, plan, tensors)
 
 
 def _source_findings(shards: ShardSet, plan: ShardPlan) -> list[Finding]:
@@ -115,7 +115,7 @@ def _differences(where: str, wanted: dict[str, Any], found: dict[str, Any]) -> l
     ]
 
 
-def _check_reassembled(
+def check_reassembled(
     report: VerifyReport, shards: ShardSet, plan: ShardPlan, tensors: RankTensors
 ) -> None:
     joined = join_shards(shards, tensors)

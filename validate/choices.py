@@ -51,7 +51,7 @@ class Choices(TorchFunctionMode):
         self.taken.append(indices)
         if indices.shape != own.indices.shape:
             raise RuntimeError(f"a top-k choice of {tuple(own.indices.shape)} does not fit")
-        scores = kwargs.get("input", args[0] if args else None)
+        scores = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
         same = own.indices.sort(dim).values == indices.sort(dim).values
         self.flipped += int((~same.all(dim)).sum())

@@ -29,7 +29,8 @@ class Distance:
         for a, b in zip(reference.split(CHUNK), other.split(CHUNK), strict=True):
             a, b = a.double(), b.double()
             if not bool(torch.isfinite(b).all()):
-                return cls(*[float("inf")] * 4, 0.0)
+                far = float("inf")
+                return cls(far, far, far, far, 0.0)
             difference = (a - b).abs()
             log_a, log_b = F.log_softmax(a, -1), F.log_softmax(b, -1)
             kls.append((log_a.exp() * (log_a - log_b)).sum(-1).clamp(min=0))

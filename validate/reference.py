@@ -7,6 +7,7 @@ what the adapter changes. All passes share one model's weights.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,8 +52,8 @@ class Reference:
 @torch.no_grad()
 def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits ``(tokens, vocab)`` in fp32 on the CPU."""
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-    out = language_model(bare)(input_ids=tokens, use_cache=False).logits
+    unwrap: Any = getattr(model, "get_base_model", None)  # PEFT's
+    out = language_model(unwrap() if unwrap else model)(input_ids=tokens, use_cache=False).logits
     return out.float().reshape(-1, out.shape[-1]).cpu()
 
 
@@ -73,7 +74,7 @@ def make_reference(
 
     merged, merged_choices, idle, reached = _merged(model, plan, witness, tokens)
     with peft_reference(model, plan, witness) as peft, Choices() as peft_choices:
-        peft_logits = None if peft.model is None else logits_of(peft.model, tokens)
+        peft_logits = _peft_logits(peft, tokens)
     if peft_logits is not None and peft.agrees:
         name, logits, choices = "PEFT", peft_logits, peft_choices
     else:
@@ -91,6 +92,18 @@ def make_reference(
         None if peft_logits is None else Distance.between(peft_logits, merged),
         cast, reached, idle,
     )  # fmt: skip
+
+
+def _peft_logits(peft: PeftReference, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Return PEFT's logits; None where it has none. It wraps some models that then cannot run."""
+    if peft.model is None:
+        return None
+    try:
+        return logits_of(peft.model, tokens)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        peft.model = None
+        peft.error = f"wrapped, the model cannot run: {type(error).__name__}: {error}"[:200]
+        return None
 
 
 def _merged(

@@ -42,6 +42,8 @@ class VerifyReport:
     setting: dict[str, Any] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_gpu_bytes: int | None = None
 
     @property
     def verdict(self) -> Literal["pass", "fail", "nothing_checked"]:
@@ -96,6 +98,8 @@ class VerifyReport:
                 for check in self.checks
             ],
             "notes": self.notes,
+            "seconds": {step: round(value, 3) for step, value in self.seconds.items()},
+            "peak_gpu_bytes": self.peak_gpu_bytes,
         }
 
     def to_text(self) -> str:
@@ -119,9 +123,18 @@ class VerifyReport:
                 subsequent_indent=" " * 12,
             )
             lines += _finding_lines(check.findings)
+        if self.seconds:
+            lines += textwrap.wrap(self._cost(), WIDTH, subsequent_indent="  ")
         for note in self.notes:
             lines += textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="      ")
         return "\n".join(lines)
+
+    def _cost(self) -> str:
+        steps = ", ".join(f"{step} {value:.1f}" for step, value in self.seconds.items())
+        text = f"{sum(self.seconds.values()):.1f} s ({steps})"
+        if self.peak_gpu_bytes is not None:
+            text += f", peak GPU memory {self.peak_gpu_bytes / 2**30:.1f} GiB"
+        return text
 
 
 def _finding_lines(findings: list[Finding]) -> list[str]:

@@ -115,6 +115,9 @@ class FakeLibrary:
     def verify(self, shards: Path, **kwargs: Any) -> Report:
         return self.call("verify", shards=shards, **kwargs)
 
+    def self_test(self, shards: Path, **kwargs: Any) -> Report:
+        return self.call("self_test", shards=shards, **kwargs)
+
     def run_demo(self, out_dir: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
         say("step 1")
         return self.call("run_demo", out_dir=out_dir).document
@@ -131,7 +134,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
         "moelora.slicing.plan": {"plan_shards": fake.plan_shards},
         "moelora.slicing.write": {"write_shards": fake.write_shards},
         "moelora.slicing.unshard": {"unshard": fake.unshard},
-        "moelora.validate": {"verify": fake.verify},
+        "moelora.validate": {"verify": fake.verify, "self_test": fake.self_test},
         "moelora.validate.demo": {"run_demo": fake.run_demo},
     }
     for name, attributes in modules.items():

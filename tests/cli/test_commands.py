@@ -17,7 +17,7 @@ OPTIONS = {
     "--base-config --revision -o --dtype --ranks -n --dry-run --force --strict --json",
     "unshard": "-o --target-layout --force --json",
     "verify": "--adapter --base --base-config --random-base --revision --device --kernel --dtype "
-    "--prompts --tokens --seed --json",
+    "--prompts --tokens --seed --max-kl --floor-factor --self-test --json",
     "demo": "-o --json",
 }
 
@@ -150,6 +150,7 @@ def test_verify_passes_every_option(moelora, library, tmp_path) -> None:
         *("verify", "shards", "--adapter", "a", "--base", "b", "--base-config", str(prompts)),
         *("--random-base", "--revision", "r", "--device", "cuda", "--kernel", "torch"),
         *("--dtype", "float16", "--prompts", str(prompts), "--tokens", "7", "--seed", "3"),
+        *("--max-kl", "0.01", "--floor-factor", "4"),
     )
     assert library.arguments("verify") == {
         "shards": Path("shards"),
@@ -164,7 +165,15 @@ def test_verify_passes_every_option(moelora, library, tmp_path) -> None:
         "tokens": 7,
         "seed": 3,
         "random_base": True,
+        "max_kl": 0.01,
+        "floor_factor": 4.0,
     }
+
+
+def test_self_test_takes_the_place_of_verify(moelora, library) -> None:
+    moelora("verify", "shards", "--self-test", "--seed", "3")
+    assert [name for name, _ in library.calls] == ["self_test"]
+    assert library.arguments("self_test")["seed"] == 3
 
 
 def test_verify_defaults(moelora, library) -> None:

@@ -18,7 +18,7 @@ from moelora.slicing.plan import plan_shards
 from moelora.slicing.read import ShardSet
 from moelora.validate.base_weights import load_weights, random_tokens
 from moelora.validate.check_bytes import load_all
-from moelora.validate.check_deltas import check_deltas
+from moelora.validate.check_deltas import Deltas, check_deltas
 from moelora.validate.check_logits import check_logits
 from moelora.validate.file_witness import FileWitness
 from moelora.validate.joins import SimulatedJoins
@@ -57,12 +57,9 @@ class LensBench:
         joins = SimulatedJoins(shards.layout.tp_size)
         kernel = kernels.fused_moe_lora_reference
         if lens == "deltas":
-            with torch.no_grad():
-                check_deltas(
-                    report, shards, self.plan, tensors, self.witness,
-                    joins=joins, kernel=kernel, device="cpu", seed=0,
-                )  # fmt: skip
-            return report.checks
+            deltas = Deltas.prepare(self.plan, self.witness, joins, "cpu", 0)
+            check_deltas(report, shards, deltas, tensors, kernel=kernel)
+            return report.checks[:1]
         if not self.reference:
             options = {"device": "cpu", "dtype": torch.float32, "random": False, "seed": 0}
             self.model = load_weights(self.base, **options)  # type: ignore[arg-type]

@@ -1,0 +1,177 @@
+"""Everything that a verification needs, opened once: files, plan, witness, model, tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moelora.slicing.adapter import Adapter
+from moelora.slicing.base_model import load_base_model
+from moelora.slicing.errors import CannotRunError, InputError
+from moelora.slicing.options import PlanOptions
+from moelora.slicing.plan import ShardPlan, plan_shards
+from moelora.slicing.read import ShardSet
+from moelora.validate.base_weights import load_weights, prompt_tokens, random_tokens
+from moelora.validate.cast_witness import witness_of_shards
+from moelora.validate.check_bytes import load_all
+from moelora.validate.check_deltas import Deltas
+from moelora.validate.device import DTYPES, choose_device, choose_dtype, choose_kernel, device_name
+from moelora.validate.file_witness import FileWitness
+from moelora.validate.joins import SimulatedJoins
+from moelora.validate.rank_model import MoeLora
+from moelora.validate.reference import Reference, make_reference
+from moelora.validate.report import VerifyReport
+from moelora.validate.sharded_model import ShardedModel
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to verify; see ``moelora.validate.verify`` for what each of them means."""
+
+    adapter: str | None = None
+    base: str | None = None
+    base_config: str | None = None
+    revision: str | None = None
+    device: str = "auto"
+    kernel: str = "auto"
+    dtype: str = "auto"
+    prompts: Path | None = None
+    tokens: int = 64
+    seed: int = 0
+    random_base: bool = False
+
+
+@dataclass
+class Bench:
+    """An opened shard set with all that it is compared with. seconds: of each step so far."""
+
+    options: Options
+    shards: ShardSet
+    plan: ShardPlan
+    tensors: list[dict[str, torch.Tensor]]
+    metadata: list[dict[str, str]]
+    witness: FileWitness
+    device: str
+    kernel: MoeLora
+    kernel_name: str
+    dtype: torch.dtype
+    joins: SimulatedJoins
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Take the time of a step, the GPU's work included; lack of memory ends in exit code 4."""
+        start = time.perf_counter()
+        try:
+            yield
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+        except torch.cuda.OutOfMemoryError as error:
+            raise CannotRunError(
+                f"the GPU ran out of memory: {error}",
+                hint="--device cpu needs no GPU memory",
+            ) from error
+        self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - start
+
+    def new_report(self) -> VerifyReport:
+        """Return an empty report that says what is compared, and on what."""
+        report = VerifyReport(
+            str(self.shards.folder), self.plan.adapter.name_or_path, self.plan.base.name_or_path
+        )
+        random, seed = self.options.random_base, self.options.seed
+        report.setting = {
+            "device": device_name(self.device),
+            "kernel": self.kernel_name,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "tp": self.shards.layout.tp_size,
+            "ep": self.shards.layout.moe_ep_size,
+            "seed": seed,
+            "base weights": f"random (seed {seed})" if random else "the base's own",
+        }
+        return report
+
+    def deltas(self) -> Deltas:
+        """Return the inputs of the deltas lens and what they should give."""
+        witness = witness_of_shards(self.plan, self.witness)
+        return Deltas.prepare(self.plan, witness, self.joins, self.device, self.options.seed)
+
+    def model(self) -> nn.Module:
+        """Return the base model with weights."""
+        options = self.options
+        return load_weights(
+            self.plan.base,
+            device=self.device,
+            dtype=self.dtype,
+            random=options.random_base,
+            seed=options.seed,
+        )
+
+    def batch(self) -> torch.Tensor:
+        """Return the token ids ``(1, n)`` of the logits lens."""
+        options, base = self.options, self.plan.base
+        if options.prompts is not None:
+            lines = prompt_tokens(options.prompts, base, options.tokens)
+            return torch.cat(lines, 1).to(self.device)
+        vocabulary = base.text_config.vocab_size
+        return random_tokens(vocabulary, options.tokens, options.seed).to(self.device)
+
+    def sharded(self, model: nn.Module) -> ShardedModel:
+        return ShardedModel(model, self.plan, self.shards, self.tensors, self.joins, self.kernel)
+
+    def reference(self, model: nn.Module, tokens: torch.Tensor) -> Reference:
+        return make_reference(model, self.sharded(model), self.plan, self.witness, tokens)
+
+
+@contextmanager
+def opened(shards: Path | str, options: Options) -> Iterator[Bench]:
+    """Open a shard set and what it is compared with, the base's weights excepted.
+
+    Raises:
+        InputError: shards, adapter or base cannot be read.
+        CannotRunError: a GPU was asked for and there is none.
+    """
+    found = ShardSet.open(shards)
+    device = choose_device(options.device)
+    kernel_name, kernel = choose_kernel(options.kernel, device)
+    dtype = choose_dtype(options.dtype, device)
+    base = load_base_model(options.base or found.base_name, config_file=options.base_config)
+    name = options.adapter or found.adapter_name
+    # --revision is the adapter's; without one, the revision that was sharded
+    recorded = None if options.adapter else found.body["adapter"].get("revision")
+    start = time.perf_counter()
+    with Adapter.open(name, options.revision or recorded) as source:
+        plan = plan_shards(
+            source,
+            base,
+            found.layout,
+            found.expert_placement,
+            dtype=written_dtype(found),
+            options=written_options(found),
+        )
+        tensors, metadata = load_all(found)
+        bench = Bench(
+            options, found, plan, tensors, metadata, FileWitness(source, base, plan.options),
+            device, kernel, kernel_name, dtype, SimulatedJoins(found.layout.tp_size),
+        )  # fmt: skip
+        bench.seconds["open"] = time.perf_counter() - start
+        yield bench
+
+
+def written_dtype(shards: ShardSet) -> str:
+    """Return the ``--dtype`` that a set was written with, as its tensors show it."""
+    dtype = shards.body.get("restore", {}).get("dtype", "keep")
+    if dtype != "keep" and dtype not in DTYPES:
+        raise InputError(f"{shards.folder}: unknown dtype {dtype!r} in the manifest")
+    return str(dtype)
+
+
+def written_options(shards: ShardSet) -> PlanOptions:
+    """Return what the user stated when the set was made."""
+    stated = shards.body.get("restore", {}).get("options")
+    return PlanOptions.from_json(stated, where=str(shards.folder))

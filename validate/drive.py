@@ -1,0 +1,244 @@
+"""Drives one adapted module on all ranks with inputs of its own, and says what should come out.
+
+Experts are driven by synthetic routing: each expert gets enough tokens that every rank that
+holds a copy of it serves one, whatever a router would choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+from moelora.slicing.plan import PlannedModule, ShardPlan
+from moelora.validate.file_witness import FileWitness
+from moelora.validate.joins import Joins, Ranges
+from moelora.validate.rank_model import (
+    MoeLora,
+    RankLora,
+    add_expert_deltas,
+    base_ranges,
+    linear_delta,
+    pick,
+    served_ids,
+)
+from moelora.validate.sharded_model import replica
+
+ROWS = 16  # inputs of a plain module
+
+
+class Drive(Protocol):
+    """A module with its inputs, and the deltas that they should give, in float64.
+
+    units: expert ids, or ``[0]`` for a plain module.
+    """
+
+    planned: PlannedModule
+
+    @property
+    def units(self) -> Sequence[int]: ...
+
+    def parts(self, loras: list[RankLora], kernel: MoeLora) -> list[torch.Tensor]:
+        """Return each rank's own output."""
+        ...
+
+    def joined(self, parts: list[torch.Tensor], joins: Joins) -> torch.Tensor:
+        """Return what the ranks' outputs give together."""
+        ...
+
+    def wanted(self, unit: int) -> torch.Tensor:
+        """Return the delta of one unit, all ranks together."""
+        ...
+
+    def wanted_of(self, unit: int, rank: int) -> torch.Tensor:
+        """Return what one rank's own output for a unit should be."""
+        ...
+
+    def rows_of(self, output: torch.Tensor, unit: int) -> torch.Tensor:
+        """Return the rows of an output that belong to a unit."""
+        ...
+
+
+@dataclass
+class PlainDrive:
+    """A linear or embedding module. ``x``: inputs ``(ROWS, in)``, or token ids."""
+
+    planned: PlannedModule
+    plan: ShardPlan
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    x: torch.Tensor
+    units: Sequence[int] = (0,)
+
+    def ranges(self, rank: int) -> Ranges:
+        return base_ranges(self.planned, self.plan, self.plan.layout.coords(rank))
+
+    def parts(self, loras: list[RankLora], kernel: MoeLora) -> list[torch.Tensor]:
+        role = self.planned.placement.role
+        if self.planned.module.base.kind == "embedding":
+            return [F.linear(F.embedding(self.x, o.lora_a.T), o.lora_b) * o.scaling for o in loras]
+        if role == "row":
+            own = [pick(self.x, -1, self.ranges(rank)) for rank in range(len(loras))]
+            return [linear_delta(x, lora) for x, lora in zip(own, loras, strict=True)]
+        return [linear_delta(self.x, lora) for lora in loras]
+
+    def joined(self, parts: list[torch.Tensor], joins: Joins) -> torch.Tensor:
+        role = self.planned.placement.role
+        if role == "row":
+            return joins.all_reduce(parts)
+        if role == "column":
+            ranges = [self.ranges(rank) for rank in joins.tp_ranks]
+            return joins.all_gather(parts, ranges, self.b.shape[0])
+        return torch.stack(parts)  # each rank computes all of it: each is compared
+
+    def wanted(self, unit: int) -> torch.Tensor:
+        if self.planned.module.base.kind == "embedding":
+            return F.embedding(self.x, self.a.T) @ self.b.T * self.scaling
+        return self.x.double() @ self.a.T @ self.b.T * self.scaling
+
+    def wanted_of(self, unit: int, rank: int) -> torch.Tensor:
+        role = self.planned.placement.role
+        if role == "row":
+            own = self.ranges(rank)
+            inner = pick(self.x.double(), -1, own) @ pick(self.a, -1, own).T
+            return inner @ self.b.T * self.scaling
+        whole = self.wanted(unit)
+        return pick(whole, -1, self.ranges(rank)) if role == "column" else whole
+
+    def rows_of(self, output: torch.Tensor, unit: int) -> torch.Tensor:
+        return output
+
+
+@dataclass
+class ExpertDrive:
+    """A routed experts' parameter. x: ``(T, in)``, for down ``(T, 2, in)``; topk_ids: (T, 2)."""
+
+    planned: PlannedModule
+    plan: ShardPlan
+    witness: FileWitness
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    served: list[torch.Tensor]  # per rank: global ids, -1 where another rank serves the pair
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def units(self) -> Sequence[int]:
+        return range(self.planned.module.base.num_experts)
+
+    @property
+    def is_down(self) -> bool:
+        return self.planned.placement.role == "routed_down"
+
+    def ranges(self, rank: int) -> Ranges:
+        return base_ranges(self.planned, self.plan, self.plan.layout.coords(rank))
+
+    def parts(self, loras: list[RankLora], kernel: MoeLora) -> list[torch.Tensor]:
+        count, found = len(self.units), []
+        for rank, lora in enumerate(loras):
+            x = pick(self.x, -1, self.ranges(rank)).contiguous() if self.is_down else self.x
+            part = torch.zeros(*self.topk_ids.shape, lora.lora_b.shape[1], device=self.x.device)
+            add_expert_deltas(part, x, lora, self.served[rank], count, kernel)
+            found.append(part)
+        return found
+
+    def joined(self, parts: list[torch.Tensor], joins: Joins) -> torch.Tensor:
+        """Place each rank's columns in the full width, zeros elsewhere, and all-reduce."""
+        if self.is_down:
+            return joins.all_reduce(parts)
+        wide = []
+        for rank, part in zip(joins.tp_ranks, parts, strict=True):
+            full = part.new_zeros(*part.shape[:-1], self.planned.module.base.shape[1])
+            offset = 0
+            for start, stop in self.ranges(rank):
+                full[..., start:stop] = part[..., offset : offset + stop - start]
+                offset += stop - start
+            wide.append(full)
+        return joins.all_reduce(wide)
+
+    def inputs_of(self, unit: int) -> torch.Tensor:
+        pairs = self.x if self.is_down else self.x[:, None].expand(-1, 2, -1)
+        return pairs[self.topk_ids == unit].double()
+
+    def wanted(self, unit: int) -> torch.Tensor:
+        if unit not in self.known:
+            rows = self.witness.expert(self.planned.module.base, unit, self.inputs_of(unit))
+            if rows is None:
+                raise LookupError(self.planned.path)
+            self.known[unit] = rows
+        return self.known[unit]
+
+    def wanted_of(self, unit: int, rank: int) -> torch.Tensor:
+        serves = (self.served[rank] == unit)[self.topk_ids == unit]
+        if self.is_down:
+            masked = torch.zeros_like(rows := self.inputs_of(unit))
+            for start, stop in self.ranges(rank):
+                masked[:, start:stop] = rows[:, start:stop]
+            own = self.witness.expert(self.planned.module.base, unit, masked)
+            assert own is not None
+        else:
+            own = pick(self.wanted(unit), -1, self.ranges(rank))
+        return own * serves[:, None]
+
+    def rows_of(self, output: torch.Tensor, unit: int) -> torch.Tensor:
+        return output[self.topk_ids == unit]
+
+    def driven(self, rank: int) -> set[int]:
+        """Return the experts that a rank serves at least one token for."""
+        return set(self.served[rank][self.served[rank] >= 0].unique().tolist())
+
+
+def make_drive(
+    planned: PlannedModule,
+    plan: ShardPlan,
+    witness: FileWitness,
+    joins: Joins,
+    device: str,
+    generator: torch.Generator,
+) -> Drive | None:
+    """Return a module's drive; None where the witness does not know the file's layout."""
+    if planned.module.is_expert:
+        return _expert_drive(planned, plan, witness, joins, device, generator)
+    found = witness.linear(planned.path)
+    if found is None:
+        return None
+    a, b, scaling = found
+    if planned.module.base.kind == "embedding":
+        x = torch.randint(a.shape[1], (ROWS,), generator=generator)
+    else:
+        x = torch.randn(ROWS, a.shape[1], generator=generator)
+    return PlainDrive(planned, plan, a.to(device), b.to(device), scaling, x.to(device))
+
+
+def _expert_drive(
+    planned: PlannedModule,
+    plan: ShardPlan,
+    witness: FileWitness,
+    joins: Joins,
+    device: str,
+    generator: torch.Generator,
+) -> ExpertDrive | None:
+    num_experts, _, inp = planned.module.base.shape
+    coords = [plan.layout.coords(rank) for rank in joins.tp_ranks]
+    held = [tuple(planned.owned[one.moe_ep_rank]) for one in coords]
+    copies = [
+        tuple(replica(planned.owned, plan.layout, one, e) for e in ids)
+        for one, ids in zip(coords, held, strict=True)
+    ]
+    # token t is served by copy t % count: as many neighbouring tokens as there are copies
+    repeat = max((count for own in copies for _, count in own), default=1)
+    first = torch.arange(num_experts).repeat_interleave(repeat)
+    topk_ids = torch.stack([first, (first + 1) % num_experts], 1)
+    tokens = len(first)
+    shape = (tokens, 2, inp) if planned.placement.role == "routed_down" else (tokens, inp)
+    x = torch.randn(*shape, generator=generator).to(device)
+    served = [
+        served_ids(topk_ids, ids, own, num_experts).to(device)
+        for ids, own in zip(held, copies, strict=True)
+    ]
+    drive = ExpertDrive(planned, plan, witness, x, topk_ids.to(device), served)
+    known = witness.expert(planned.module.base, 0, drive.inputs_of(0))
+    return None if known is None else drive

@@ -1,0 +1,52 @@
+"""Runs every call of the MoE kernel as part of a mixed batch.
+
+A rank of an engine serves several adapters at once. So the adapter under test stands in slot 1,
+another one in slot 0, and some rows are base-only: what leaks between them shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moelora.validate.rank_model import MoeLora
+
+
+class MixedBatch:
+    """A ``MoeLora`` kernel that wraps another. leaks: what went wrong beside the rows asked for."""
+
+    def __init__(self, kernel: MoeLora) -> None:
+        self.kernel = kernel
+        self.leaks: list[str] = []
+
+    def __call__(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        lora_a: torch.Tensor,
+        lora_b: torch.Tensor,
+        topk_ids: torch.Tensor,
+        token_lora_mapping: torch.Tensor,
+        *,
+        scaling: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """As ``fused_moe_lora`` with one adapter; the first row is run once more, base-only."""
+        if isinstance(scaling, torch.Tensor):
+            scaling = torch.cat([scaling, scaling])
+        whole = torch.cat([output, torch.ones_like(output[:1])])
+        self.kernel(
+            whole,
+            torch.cat([x, x[:1]]),
+            torch.cat([-lora_a.flip(1), lora_a]),
+            torch.cat([lora_b.flip(1), lora_b]),
+            torch.cat([topk_ids, topk_ids[:1]]),
+            torch.cat([token_lora_mapping + 1, token_lora_mapping.new_full((1,), -1)]),
+            scaling=scaling,
+            **options,
+        )
+        output.copy_(whole[:-1])
+        if not bool((whole[-1] == 1).all()):
+            self.leaks.append("a base-only token got a delta")
+        return output
