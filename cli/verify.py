@@ -97,6 +97,13 @@ FloorFactorOption = Annotated[
         "Default: 8.",
     ),
 ]
+StrictOption = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Fail on signs that the adapter itself is damaged. Default: warn.",
+    ),
+]
 SelfTestOption = Annotated[
     bool,
     typer.Option(
@@ -122,6 +129,7 @@ def verify(
     seed: SeedOption = 0,
     max_kl: MaxKlOption = None,
     floor_factor: FloorFactorOption = None,
+    strict: StrictOption = False,
     self_test: SelfTestOption = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -150,6 +158,7 @@ def verify(
             tokens=tokens,
             seed=seed,
             random_base=random_base,
+            strict=strict,
             max_kl=max_kl,
             floor_factor=floor_factor,
         )

@@ -45,6 +45,7 @@ class Options:
     tokens: int = 64
     seed: int = 0
     random_base: bool = False
+    strict: bool = False
 
 
 @dataclass

@@ -6,6 +6,7 @@ holds a copy of it serves one, whatever a router would choose.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,6 +14,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
+from moelora.slicing.base_model import BaseModule
 from moelora.slicing.plan import PlannedModule, ShardPlan
 from moelora.validate.file_witness import FileWitness
 from moelora.validate.joins import Joins, Ranges
@@ -112,6 +114,21 @@ class PlainDrive:
     def rows_of(self, output: torch.Tensor, unit: int) -> torch.Tensor:
         return output
 
+    def as_rank(self, source: int, unit: int, rank: int) -> torch.Tensor | None:
+        """Return what a rank would give with another rank's file; None where it does not fit."""
+        own, theirs = self.ranges(rank), self.ranges(source)
+        if self.planned.placement.role != "row":
+            return self.wanted_of(unit, source)
+        inner = pick(self.x.double(), -1, own) @ pick(self.a, -1, theirs).T
+        return inner @ self.b.T * self.scaling
+
+    def as_if(self, other: Drive, unit: int, rank: int) -> torch.Tensor | None:
+        """Return what a rank would give with another module's factors; None where none fit."""
+        if not isinstance(other, PlainDrive) or other.a.shape != self.a.shape:
+            return None
+        mixed = dataclasses.replace(self, a=other.a, b=other.b, scaling=other.scaling)
+        return mixed.wanted_of(unit, rank)
+
 
 @dataclass
 class ExpertDrive:
@@ -172,15 +189,48 @@ class ExpertDrive:
         return self.known[unit]
 
     def wanted_of(self, unit: int, rank: int) -> torch.Tensor:
+        found = self._part(self.planned.module.base, unit, unit, rank)
+        assert found is not None
+        return found
+
+    def as_expert(self, other: int, unit: int, rank: int) -> torch.Tensor | None:
+        """Return what a rank would give for ``unit`` if it took it for expert ``other``."""
+        return self._part(self.planned.module.base, other, unit, rank)
+
+    def as_if(self, other: Drive, unit: int, rank: int) -> torch.Tensor | None:
+        """Return what a rank would give with another module's factors; None where none fit."""
+        base = other.planned.module.base
+        if not isinstance(other, ExpertDrive) or base.shape != self.planned.module.base.shape:
+            return None
+        return self._part(base, unit, unit, rank)
+
+    def as_rank(self, source: int, unit: int, rank: int) -> torch.Tensor | None:
+        """Return what a rank would give with another rank's file; None where it does not fit."""
+        own, theirs = self.held(rank), self.held(source)
+        if unit not in own or len(own) != len(theirs):
+            return None
+        base = self.planned.module.base
+        return self._part(base, theirs[own.index(unit)], unit, rank, source)
+
+    def held(self, rank: int) -> list[int]:
+        return self.planned.owned[self.plan.layout.coords(rank).moe_ep_rank]
+
+    def _part(
+        self, base: BaseModule, expert: int, unit: int, rank: int, source: int | None = None
+    ) -> torch.Tensor | None:
+        """Return a rank's part for the rows of ``unit``, with an expert's factors, cut as those
+        of rank ``source``."""
         serves = (self.served[rank] == unit)[self.topk_ids == unit]
-        if self.is_down:
-            masked = torch.zeros_like(rows := self.inputs_of(unit))
-            for start, stop in self.ranges(rank):
-                masked[:, start:stop] = rows[:, start:stop]
-            own = self.witness.expert(self.planned.module.base, unit, masked)
-            assert own is not None
-        else:
-            own = pick(self.wanted(unit), -1, self.ranges(rank))
+        inputs, cut = self.inputs_of(unit), self.ranges(rank if source is None else source)
+        if self.is_down:  # a partial sum: the rank's inputs alone, against the columns of A
+            masked = torch.zeros_like(inputs)
+            for (start, stop), (first, last) in zip(cut, self.ranges(rank), strict=True):
+                masked[:, start:stop] = inputs[:, first:last]
+            inputs = masked
+        rows = self.witness.expert(base, expert, inputs)
+        if rows is None:
+            return None
+        own = rows if self.is_down else pick(rows, -1, cut)
         return own * serves[:, None]
 
     def rows_of(self, output: torch.Tensor, unit: int) -> torch.Tensor:

@@ -108,10 +108,11 @@ def _contiguous(setup: Setup) -> None:
     for planned in routed(setup):
         if planned.module.shared_factor == "B" or planned.module.r == 1:
             raise NotHere("lora_B is shared by all experts, or has rank 1")
-        setup.change_full(planned, "B", _read_contiguous)
+        setup.change_full(planned, "B", read_contiguous)
 
 
-def _read_contiguous(full: torch.Tensor) -> torch.Tensor:
+def read_contiguous(full: torch.Tensor) -> torch.Tensor:
+    """Return a packed ``lora_B`` as it comes out when its expert index is taken for slowest."""
     experts, out, r = full.shape
     flat = full.permute(1, 2, 0).reshape(out, r * experts)  # as the file has it
     return flat.view(out, experts, r).permute(1, 0, 2)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from moelora.validate.diagnose import Diagnosis
 
 Outcome = Literal["pass", "fail", "not_checked"]
 SCHEMA_VERSION = 1
@@ -30,6 +33,7 @@ class Check:
     detail: str
     findings: list[Finding] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
+    warnings: list[Finding] = field(default_factory=list)
 
 
 @dataclass
@@ -44,6 +48,7 @@ class VerifyReport:
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_gpu_bytes: int | None = None
+    diagnosis: Diagnosis | None = None
 
     @property
     def verdict(self) -> Literal["pass", "fail", "nothing_checked"]:
@@ -94,12 +99,14 @@ class VerifyReport:
                     "detail": check.detail,
                     "findings": [vars(finding) for finding in check.findings],
                     "numbers": check.numbers,
+                    "warnings": [vars(warning) for warning in check.warnings],
                 }
                 for check in self.checks
             ],
             "notes": self.notes,
             "seconds": {step: round(value, 3) for step, value in self.seconds.items()},
             "peak_gpu_bytes": self.peak_gpu_bytes,
+            "diagnosis": None if self.diagnosis is None else self.diagnosis.to_json(),
         }
 
     def to_text(self) -> str:
@@ -110,6 +117,10 @@ class VerifyReport:
         }[self.verdict]
         setting = ", ".join(f"{key} {value}" for key, value in self.setting.items())
         lines = [headline]
+        if self.diagnosis is not None:
+            lines += textwrap.wrap(
+                self.diagnosis.to_text(), WIDTH, initial_indent="  ", subsequent_indent="  "
+            )
         for text in (f"shards {self.shards}", f"adapter {self.adapter}", f"base {self.base}"):
             lines += textwrap.wrap(
                 text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
@@ -117,12 +128,13 @@ class VerifyReport:
         lines += textwrap.wrap(setting, WIDTH, initial_indent="  ", subsequent_indent="  ")
         for check in self.checks:
             mark = {"pass": "ok  ", "fail": "FAIL", "not_checked": "----"}[check.outcome]
+            mark = "warn" if check.warnings and check.outcome == "pass" else mark
             lines += textwrap.wrap(
                 f"{mark} {check.lens:6s} {check.name}: {check.detail}",
                 WIDTH,
                 subsequent_indent=" " * 12,
             )
-            lines += _finding_lines(check.findings)
+            lines += _finding_lines(check.findings or check.warnings)
         if self.seconds:
             lines += textwrap.wrap(self._cost(), WIDTH, subsequent_indent="  ")
         for note in self.notes:

@@ -11,8 +11,10 @@ from torch import nn
 from moelora.slicing.errors import UsageError
 from moelora.validate.bench import Bench, Options, opened
 from moelora.validate.check_bytes import check_bytes
+from moelora.validate.check_damage import check_damage
 from moelora.validate.check_deltas import Deltas, check_deltas
 from moelora.validate.check_logits import Limits, check_logits
+from moelora.validate.diagnose import diagnose
 from moelora.validate.reference import Reference
 from moelora.validate.report import VerifyReport
 
@@ -31,6 +33,7 @@ def verify(
     tokens: int = 64,
     seed: int = 0,
     random_base: bool = False,
+    strict: bool = False,
     max_kl: float | None = None,
     floor_factor: float | None = None,
 ) -> VerifyReport:
@@ -41,6 +44,7 @@ def verify(
     reference, ``auto`` for triton on a GPU.
     dtype: of the logits check; ``auto`` is bfloat16 on a GPU, float32 on a CPU.
     random_base: use random base weights, made from the config alone.
+    strict: signs that the adapter itself is damaged fail the check; else they are warnings.
     max_kl, floor_factor: limits of the logits check, see ``check_logits.Limits``.
 
     Raises:
@@ -49,7 +53,7 @@ def verify(
     """
     options = Options(
         adapter, base, base_config, revision, device, kernel, dtype, prompts, tokens, seed,
-        random_base,
+        random_base, strict,
     )  # fmt: skip
     limits = make_limits(max_kl, floor_factor)
     with opened(shards, options) as bench:
@@ -98,6 +102,9 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
     with bench.timed("deltas"):
         deltas = bench.deltas()
         results = check_deltas(report, bench.shards, deltas, bench.tensors, kernel=bench.kernel)
+    check_damage(report, bench.plan, results, strict=bench.options.strict)
+    with bench.timed("diagnosis"):
+        report.diagnosis = diagnose(deltas, results)
     broken = [result.planned.path for result in results if not result.errors]
     if broken:
         why = f"the shards do not fit the base model: {', '.join(broken)}"

@@ -16,6 +16,7 @@ from moelora.validate.bench import Bench, Options, opened
 from moelora.validate.check_bytes import check_reassembled
 from moelora.validate.check_deltas import Deltas, findings_of, run_module
 from moelora.validate.check_logits import Limits, run_sharded, verdict_of
+from moelora.validate.diagnose import diagnose
 from moelora.validate.fault_list import FAULTS, InjectedFault
 from moelora.validate.faults import NotHere, Setup
 from moelora.validate.report import WIDTH, VerifyReport
@@ -34,6 +35,7 @@ class Row:
     caught: dict[str, Catch]
     not_here: str = ""
     error: float = 0.0
+    looks_like: str = ""
 
     @property
     def slipped(self) -> bool:
@@ -138,9 +140,9 @@ def _try(fault: InjectedFault, bench: Bench, run: Run, limits: Limits) -> Row:
     shards = dataclasses.replace(bench.shards, body=setup.body)
     caught: dict[str, Catch] = {}
     caught["bytes"] = _bytes(bench, shards, setup) if in_tensors or in_body else "not run"
-    caught["deltas"], error = _deltas(run.deltas, shards, setup)
+    caught["deltas"], error, looks_like = _deltas(run.deltas, shards, setup)
     caught["logits"] = _logits(bench, run, shards, setup, limits)
-    return Row(fault.name, fault.what, caught, error=error)
+    return Row(fault.name, fault.what, caught, error=error, looks_like=looks_like)
 
 
 def _bytes(bench: Bench, shards: ShardSet, setup: Setup) -> Catch:
@@ -157,15 +159,17 @@ def _bytes(bench: Bench, shards: ShardSet, setup: Setup) -> Catch:
     return "caught" if report.verdict == "fail" else "-"
 
 
-def _deltas(deltas: Deltas, shards: ShardSet, setup: Setup) -> tuple[Catch, float]:
-    worst, found = 0.0, False
-    for drive in deltas.drives:
-        if drive.planned.path in setup.touched:
-            result = run_module(
-                drive, shards, setup.tensors, setup.joins, setup.kernel, deltas.device
-            )
-            worst, found = max(worst, result.worst), found or bool(findings_of(result))
-    return ("caught" if found else "-"), worst
+def _deltas(deltas: Deltas, shards: ShardSet, setup: Setup) -> tuple[Catch, float, str]:
+    results = [
+        run_module(drive, shards, setup.tensors, setup.joins, setup.kernel, deltas.device)
+        for drive in deltas.drives
+        if drive.planned.path in setup.touched
+    ]
+    found = any(findings_of(result) for result in results)
+    diagnosis = diagnose(deltas, results)
+    words = "" if diagnosis is None else diagnosis.looks_like
+    worst = max((result.worst for result in results), default=0.0)
+    return ("caught" if found else "-"), worst, words
 
 
 def _logits(bench: Bench, run: Run, shards: ShardSet, setup: Setup, limits: Limits) -> Catch:

@@ -17,7 +17,7 @@ OPTIONS = {
     "--base-config --revision -o --dtype --ranks -n --dry-run --force --strict --json",
     "unshard": "-o --target-layout --force --json",
     "verify": "--adapter --base --base-config --random-base --revision --device --kernel --dtype "
-    "--prompts --tokens --seed --max-kl --floor-factor --self-test --json",
+    "--prompts --tokens --seed --max-kl --floor-factor --strict --self-test --json",
     "demo": "-o --json",
 }
 
@@ -165,6 +165,7 @@ def test_verify_passes_every_option(moelora, library, tmp_path) -> None:
         "tokens": 7,
         "seed": 3,
         "random_base": True,
+        "strict": False,
         "max_kl": 0.01,
         "floor_factor": 4.0,
     }

@@ -1,0 +1,71 @@
+"""Damage that is not slicing: the adapter itself looks broken, and its shards faithfully so.
+
+The shards agree with the adapter, so these are warnings; with ``strict`` they fail the check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from moelora.slicing.plan import ShardPlan
+from moelora.validate.check_deltas import ModuleResult
+from moelora.validate.report import Finding, VerifyReport
+
+DEAD_SHARE = 1 / 16  # of a delta's outputs: fewer zero rows than this may be chance
+
+
+def check_damage(
+    report: VerifyReport, plan: ShardPlan, results: list[ModuleResult], *, strict: bool
+) -> None:
+    """Add the check to the report. Without a module that changes anything it says nothing."""
+    found = [*_silent(results), *_dead(results), *_skipped(plan)]
+    detail = f"{len(results)} modules: none silent, no dead outputs, nothing empty"
+    if found:
+        detail = f"{len(found)} signs of damage in the adapter itself, which the shards share"
+    if strict:
+        report.add("deltas", "damage", found, detail)
+    else:
+        report.add("deltas", "damage", [], detail)
+        report.checks[-1].warnings = found
+
+
+def _silent(results: list[ModuleResult]) -> Iterator[Finding]:
+    """Modules and experts whose delta is zero while others of their kind are not."""
+    loud = {r.planned.module.base.name for r in results if any(r.sizes.values())}
+    for result in results:
+        silent = [unit for unit, size in result.sizes.items() if size == 0]
+        if not silent or result.planned.module.base.name not in loud:
+            continue
+        where = result.planned.module.tensor_name("B")
+        if len(silent) == len(result.sizes):
+            yield Finding(where, "the whole delta is zero, but not that of other layers")
+        else:
+            some = ", ".join(map(str, silent[:8])) + (", ..." if len(silent) > 8 else "")
+            message = f"the delta of {len(silent)} of {len(result.sizes)} experts is zero: {some}"
+            yield Finding(where, message)
+
+
+def _dead(results: list[ModuleResult]) -> Iterator[Finding]:
+    """Outputs that no input moves, in a delta that moves others."""
+    for result in results:
+        dead, total, units = 0, 0, 0
+        for unit, size in result.sizes.items():
+            if size == 0:
+                continue
+            still = result.drive.wanted(unit).abs().amax(0) == 0
+            count = int(torch.count_nonzero(still))
+            if count > DEAD_SHARE * still.numel():
+                dead, total, units = dead + count, total + still.numel(), units + 1
+        if units:
+            where = result.planned.module.tensor_name("B")
+            of = f" of {units} experts" if result.planned.module.is_expert else ""
+            yield Finding(where, f"{dead} of {total} rows{of} are zero: outputs that never move")
+
+
+def _skipped(plan: ShardPlan) -> Iterator[Finding]:
+    for skip in plan.skips:
+        if skip.reason == "empty_placeholder":
+            for key in skip.keys:
+                yield Finding(key, "an empty placeholder: it holds no values")
