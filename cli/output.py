@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from enum import Enum
+from pathlib import Path
 from typing import Any, TextIO
 
 from moelora.slicing.errors import OutputError
@@ -71,6 +72,34 @@ def progress_bar(total_bytes: int, label: str) -> Iterator[Callable[[int], None]
 
     with tqdm(total=total_bytes, desc=label, unit="B", unit_scale=True, file=sys.stderr) as bar:
         yield lambda n: bar.update(n) and None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a report file whole: a reader never sees half of one.
+
+    Raises:
+        OutputError: the folder is missing or not writable.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OutputError(
+            f"{path}: {error.strerror or error}", hint="choose a folder that exists"
+        ) from error
+
+
+def tell_github(report: Any) -> None:
+    """Write annotations to stderr, which GitHub reads too, and the job's summary to its file."""
+    lines, job_summary = report.to_github()
+    for line in lines:
+        print(line, file=sys.stderr)
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    if summary:
+        with open(summary, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(job_summary)
 
 
 def write_document(command: str | None, document: Mapping[str, Any], stdout: TextIO) -> None:

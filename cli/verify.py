@@ -18,7 +18,7 @@ from moelora.cli.options import (
     VerifyDtype,
     examples,
 )
-from moelora.cli.output import reporting
+from moelora.cli.output import reporting, tell_github, write_file
 
 EPILOG = examples(
     "moelora verify ./my-adapter-tp4-ep2 --adapter ./my-adapter",
@@ -104,6 +104,24 @@ StrictOption = Annotated[
         help="Fail on signs that the adapter itself is damaged. Default: warn.",
     ),
 ]
+JunitOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--junit-xml",
+        metavar="FILE",
+        dir_okay=False,
+        help="Also write the report as JUnit XML. Default: not written.",
+    ),
+]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        dir_okay=False,
+        help="Also write the report as one self-contained page. Default: not written.",
+    ),
+]
 SelfTestOption = Annotated[
     bool,
     typer.Option(
@@ -131,6 +149,8 @@ def verify(
     floor_factor: FloorFactorOption = None,
     strict: StrictOption = False,
     self_test: SelfTestOption = False,
+    junit_xml: JunitOption = None,
+    html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Boot the shards and compare them with the unsharded adapter.
@@ -141,6 +161,9 @@ def verify(
     if kernel == "triton" and device == "cpu":
         # Without a GPU Triton can only interpret, and it decides that when first imported.
         os.environ["TRITON_INTERPRET"] = "1"
+    for file in (junit_xml, html):
+        if file is not None:  # a report of an earlier run must not outlive this one's failure
+            file.unlink(missing_ok=True)
     with reporting("verify", as_json) as out:
         from moelora.validate import self_test as try_faults
         from moelora.validate import verify as compare
@@ -159,8 +182,15 @@ def verify(
             seed=seed,
             random_base=random_base,
             strict=strict,
+            rank_map=html is not None,
             max_kl=max_kl,
             floor_factor=floor_factor,
         )
+        if junit_xml is not None:
+            write_file(junit_xml, report.to_junit())
+        if html is not None:
+            write_file(html, report.to_html())
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            tell_github(report)
         out.report(report.to_json(), report.to_text())
         return report.exit_code

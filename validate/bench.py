@@ -46,6 +46,7 @@ class Options:
     seed: int = 0
     random_base: bool = False
     strict: bool = False
+    rank_map: bool = False
 
 
 @dataclass

@@ -65,6 +65,7 @@ class ModuleResult:
     errors: dict[int, float] = field(default_factory=dict)
     sizes: dict[int, float] = field(default_factory=dict)
     problem: str = ""
+    rank_errors: dict[int, float] = field(default_factory=dict)
 
     @property
     def planned(self) -> PlannedModule:
@@ -147,13 +148,28 @@ def check_deltas(
     elif not findings and not any(size > 0 for r in results for size in r.sizes.values()):
         report.not_checked("deltas", "modules", "every delta is zero: the adapter changes nothing")
     else:
-        errors = {r.planned.path: r.worst for r in results}
+        errors = {r.planned.path: r.worst for r in results if r.errors}
         report.add(
             "deltas", "modules", findings, detail, largest_error=worst, limit=LIMIT,
             modules=len(results), errors=errors,
         )  # fmt: skip
     _check_coverage(report, deltas, results)
     return results
+
+
+def add_rank_errors(results: list[ModuleResult], joins: Joins) -> None:
+    """Work out how far each rank's own output is off: for the map of ranks in the HTML report."""
+    for result in results:
+        for rank, part in zip(joins.tp_ranks, result.parts, strict=False):
+            wrong, size = 0.0, 0.0
+            for unit in result.errors:
+                wanted = result.drive.wanted_of(unit, rank)
+                found = result.drive.rows_of(part, unit).double()
+                same_shape = found.shape == wanted.shape
+                wrong += float((found - wanted).square().sum()) if same_shape else math.inf
+                size += float(wanted.square().sum())
+            error = math.sqrt(wrong / (size or 1.0)) if math.isfinite(wrong) else math.inf
+            result.rank_errors[rank] = error
 
 
 def findings_of(result: ModuleResult) -> list[Finding]:

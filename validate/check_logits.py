@@ -174,6 +174,10 @@ def _judge(
         "limit_mean_abs": limit,
         "limits": vars(limits),
         "kl_per_token": list(answer.replayed.kl_per_token),
+        "experts_reached": {
+            path: "".join(str(int(flag)) for flag in row.tolist())
+            for path, row in sorted(reference.reached.items())
+        },
     }
     detail = (
         f"{tokens} tokens against {reference.name}, same routing: {answer.replayed.to_text()}; "

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from moelora.validate.diagnose import Diagnosis
 
 Outcome = Literal["pass", "fail", "not_checked"]
+Lens = Literal["bytes", "deltas", "logits", "self-test"]
 SCHEMA_VERSION = 1
 WIDTH = 100
 SHOWN = 12
@@ -27,7 +28,7 @@ class Finding:
 class Check:
     """One check of one lens. outcome ``not_checked`` needs a reason in ``detail``."""
 
-    lens: Literal["bytes", "deltas", "logits"]
+    lens: Lens
     name: str
     outcome: Outcome
     detail: str
@@ -57,7 +58,7 @@ class VerifyReport:
             return "fail"
         compared = {check.lens for check in self.checks if check.outcome == "pass"}
         left = [check for check in self.checks if check.outcome == "not_checked"]
-        if compared == {"bytes", "deltas", "logits"} and not left:
+        if compared >= {"bytes", "deltas", "logits"} and not left:
             return "pass"
         return "nothing_checked"
 
@@ -67,7 +68,7 @@ class VerifyReport:
 
     def add(
         self,
-        lens: Literal["bytes", "deltas", "logits"],
+        lens: Lens,
         name: str,
         findings: list[Finding],
         detail: str,
@@ -77,9 +78,7 @@ class VerifyReport:
         outcome: Outcome = "fail" if findings else "pass"
         self.checks.append(Check(lens, name, outcome, detail, findings, numbers))
 
-    def not_checked(
-        self, lens: Literal["bytes", "deltas", "logits"], name: str, why: str, **numbers: Any
-    ) -> None:
+    def not_checked(self, lens: Lens, name: str, why: str, **numbers: Any) -> None:
         """Add a check that could not compare anything."""
         self.checks.append(Check(lens, name, "not_checked", why, [], numbers))
 
@@ -108,6 +107,24 @@ class VerifyReport:
             "peak_gpu_bytes": self.peak_gpu_bytes,
             "diagnosis": None if self.diagnosis is None else self.diagnosis.to_json(),
         }
+
+    def to_junit(self) -> str:
+        """Return the report as JUnit XML."""
+        from moelora.validate.report_junit import to_junit
+
+        return to_junit(self)
+
+    def to_html(self) -> str:
+        """Return the report as one self-contained page."""
+        from moelora.validate.report_html import to_html
+
+        return to_html(self)
+
+    def to_github(self) -> tuple[list[str], str]:
+        """Return annotations for a step's log, and the job summary in Markdown."""
+        from moelora.validate.report_github import annotation_lines, job_summary
+
+        return annotation_lines(self), job_summary(self)
 
     def to_text(self) -> str:
         headline = {

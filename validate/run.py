@@ -12,7 +12,7 @@ from moelora.slicing.errors import UsageError
 from moelora.validate.bench import Bench, Options, opened
 from moelora.validate.check_bytes import check_bytes
 from moelora.validate.check_damage import check_damage
-from moelora.validate.check_deltas import Deltas, check_deltas
+from moelora.validate.check_deltas import Deltas, add_rank_errors, check_deltas
 from moelora.validate.check_logits import Limits, check_logits
 from moelora.validate.diagnose import diagnose
 from moelora.validate.reference import Reference
@@ -34,6 +34,7 @@ def verify(
     seed: int = 0,
     random_base: bool = False,
     strict: bool = False,
+    rank_map: bool = False,
     max_kl: float | None = None,
     floor_factor: float | None = None,
 ) -> VerifyReport:
@@ -45,6 +46,7 @@ def verify(
     dtype: of the logits check; ``auto`` is bfloat16 on a GPU, float32 on a CPU.
     random_base: use random base weights, made from the config alone.
     strict: signs that the adapter itself is damaged fail the check; else they are warnings.
+    rank_map: work out every rank's own error for the HTML report, not only where it is wrong.
     max_kl, floor_factor: limits of the logits check, see ``check_logits.Limits``.
 
     Raises:
@@ -53,7 +55,7 @@ def verify(
     """
     options = Options(
         adapter, base, base_config, revision, device, kernel, dtype, prompts, tokens, seed,
-        random_base, strict,
+        random_base, strict, rank_map,
     )  # fmt: skip
     limits = make_limits(max_kl, floor_factor)
     with opened(shards, options) as bench:
@@ -102,6 +104,12 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
     with bench.timed("deltas"):
         deltas = bench.deltas()
         results = check_deltas(report, bench.shards, deltas, bench.tensors, kernel=bench.kernel)
+        off = [result for result in results if bench.options.rank_map or result.wrong]
+        add_rank_errors(off, bench.joins)
+        modules = next(check for check in report.checks if check.name == "modules")
+        modules.numbers["rank_errors"] = {
+            result.planned.path: list(result.rank_errors.values()) for result in off
+        }
     check_damage(report, bench.plan, results, strict=bench.options.strict)
     with bench.timed("diagnosis"):
         report.diagnosis = diagnose(deltas, results)

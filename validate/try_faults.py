@@ -19,7 +19,7 @@ from moelora.validate.check_logits import Limits, run_sharded, verdict_of
 from moelora.validate.diagnose import diagnose
 from moelora.validate.fault_list import FAULTS, InjectedFault
 from moelora.validate.faults import NotHere, Setup
-from moelora.validate.report import WIDTH, VerifyReport
+from moelora.validate.report import WIDTH, Check, Finding, Outcome, VerifyReport
 from moelora.validate.run import Run, make_limits, run_lenses
 from moelora.validate.sharded_model import ShardedModel
 
@@ -72,6 +72,29 @@ class SelfTestReport:
             "seconds": round(self.seconds, 3),
             "verified": self.verified.to_json(),
         }
+
+    def as_report(self) -> VerifyReport:
+        """Return the report on the set with the faults as further checks: for CI's formats."""
+        rows = [row for row in self.rows if not row.not_here]
+        checks = []
+        for row in rows:
+            detail = f"{row.what}: " + ", ".join(f"{k} {v}" for k, v in row.caught.items())
+            slipped = [Finding(row.name, "this fault slipped through")] if row.slipped else []
+            outcome: Outcome = "fail" if slipped else "pass"
+            checks.append(Check("self-test", row.name, outcome, detail, slipped))
+        if not rows:
+            why = "none of the faults was put in"
+            checks.append(Check("self-test", "faults", "not_checked", why))
+        return dataclasses.replace(self.verified, checks=[*self.verified.checks, *checks])
+
+    def to_junit(self) -> str:
+        return self.as_report().to_junit()
+
+    def to_html(self) -> str:
+        return self.as_report().to_html()
+
+    def to_github(self) -> tuple[list[str], str]:
+        return self.as_report().to_github()
 
     def to_text(self) -> str:
         if self.verified.verdict != "pass":

@@ -39,6 +39,15 @@ class Report:
     def to_text(self) -> str:
         return "the report"
 
+    def to_junit(self) -> str:
+        return "<junit/>"
+
+    def to_html(self) -> str:
+        return "<html></html>"
+
+    def to_github(self) -> tuple[list[str], str]:
+        return ["::error title=moelora verify::wrong"], "## summary\n"
+
 
 class FakeAdapter:
     """An open adapter; the class attribute is what its config names."""

@@ -17,7 +17,7 @@ OPTIONS = {
     "--base-config --revision -o --dtype --ranks -n --dry-run --force --strict --json",
     "unshard": "-o --target-layout --force --json",
     "verify": "--adapter --base --base-config --random-base --revision --device --kernel --dtype "
-    "--prompts --tokens --seed --max-kl --floor-factor --strict --self-test --json",
+    "--prompts --tokens --seed --max-kl --floor-factor --strict --self-test --junit-xml --html --json",
     "demo": "-o --json",
 }
 
@@ -166,6 +166,7 @@ def test_verify_passes_every_option(moelora, library, tmp_path) -> None:
         "seed": 3,
         "random_base": True,
         "strict": False,
+        "rank_map": False,
         "max_kl": 0.01,
         "floor_factor": 4.0,
     }
@@ -175,6 +176,41 @@ def test_self_test_takes_the_place_of_verify(moelora, library) -> None:
     moelora("verify", "shards", "--self-test", "--seed", "3")
     assert [name for name, _ in library.calls] == ["self_test"]
     assert library.arguments("self_test")["seed"] == 3
+
+
+def test_report_files_are_written_beside_the_report(moelora, library, tmp_path) -> None:
+    junit, html = tmp_path / "junit.xml", tmp_path / "report.html"
+    result = moelora("verify", "--junit-xml", str(junit), "--html", str(html), "--json")
+    assert json.loads(result.stdout)["kind"] == "report"
+    assert (junit.read_text(), html.read_text()) == ("<junit/>", "<html></html>")
+    assert library.arguments("verify")["rank_map"] is True
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["junit.xml", "report.html"]
+
+
+def test_a_report_file_of_an_earlier_run_does_not_outlive_a_failure(
+    moelora, library, tmp_path
+) -> None:
+    junit = tmp_path / "junit.xml"
+    junit.write_text("all green")
+    library.raises["verify"] = InputError("unreadable")
+    assert moelora("verify", "--junit-xml", str(junit)).code == 3
+    assert not junit.exists()
+
+
+def test_a_report_file_that_cannot_be_written_is_6(moelora, library, tmp_path) -> None:
+    assert moelora("verify", "--html", str(tmp_path / "gone" / "report.html")).code == 6
+
+
+def test_github_gets_annotations_and_a_summary(moelora, library, tmp_path, monkeypatch) -> None:
+    summary = tmp_path / "summary.md"
+    moelora("verify", "--json")
+    assert not summary.exists()
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    result = moelora("verify", "--json")
+    assert "::error title=moelora verify::wrong" in result.stderr
+    assert "::error" not in result.stdout
+    assert summary.read_text() == "## summary\n"
 
 
 def test_verify_defaults(moelora, library) -> None:
