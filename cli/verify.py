@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -165,10 +166,8 @@ def verify(
         if file is not None:  # a report of an earlier run must not outlive this one's failure
             file.unlink(missing_ok=True)
     with reporting("verify", as_json) as out:
-        from moelora.validate import self_test as try_faults
-        from moelora.validate import verify as compare
-
-        report = (try_faults if self_test else compare)(
+        library = import_module("moelora.validate")
+        report = (library.self_test if self_test else library.verify)(
             shards,
             adapter=adapter,
             base=base,
