@@ -16,7 +16,11 @@ _EXPORTS = {
     "build_routing": "routing",
     "virtual_expert_ids": "routing",
     "fused_moe_lora": "fused",
+    "fused_moe_lora_activation": "forms",
+    "fused_moe_lora_combine": "forms",
     "fused_moe_lora_reference": "reference",
+    "fused_moe_lora_activation_reference": "reference",
+    "fused_moe_lora_combine_reference": "reference",
 }
 
 __all__ = list(_EXPORTS)

@@ -10,9 +10,9 @@ import triton.language as tl
 from moelora.kernels.grouped import (
     ROUTING_HEADER,
     expand_dot,
-    load_b,
     load_factors,
     load_tile,
+    load_y,
 )
 from moelora.kernels.routing_kernels import load_virtual_ids
 
@@ -36,17 +36,17 @@ def activate(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def load_gate_up(
-    rows, offs_j, mask, block_start, features,
+    rows, offs_j, mask_rows, mask_j, block_start, features,
     IS_GATED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return gate and up (rows, BLOCK_N) in fp32; without a gate, the input twice."""
     if IS_GATED and IS_INTERLEAVED:
         offs = block_start * 2 + tl.arange(0, 2 * BLOCK_N)
-        mask_rows = tl.max(mask.to(tl.int32), axis=1) > 0
         both_mask = mask_rows[:, None] & (offs < 2 * features)[None, :]
         both = tl.load(rows[:, None] + offs[None, :], mask=both_mask, other=0.0)
         gate, up = tl.split(tl.reshape(both, (both.shape[0], BLOCK_N, 2)))
     else:
+        mask = mask_rows[:, None] & mask_j[None, :]
         gate = tl.load(rows[:, None] + offs_j[None, :], mask=mask, other=0.0)
         up = gate
         if IS_GATED:
@@ -96,24 +96,29 @@ def _expand_activation_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCKS: tl.constexpr,  # blocks of I that one item goes through with the same y
     USE_PDL: tl.constexpr,
 ):
-    """Grid (any,), strided. One item is (tile, block of I); then one is 16 pairs without a delta.
+    """Grid (any,), strided. One item is (tile, BLOCKS blocks of I); then 16 pairs without delta.
 
     Pairs of local experts without an adapter are activated as they are; pairs of experts elsewhere
     are not touched.
     """
     if USE_PDL:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    UP_SLICE: tl.constexpr = A_SLICES - 1
     num_blocks = tl.cdiv(features, BLOCK_N)
-    num_items = tl.load(routing_ptr) * num_blocks
+    items_per_tile = tl.cdiv(num_blocks, BLOCKS)
+    num_items = tl.load(routing_ptr) * items_per_tile
     plane = num_pairs.to(tl.int64) * (A_SLICES * RANK)
     # what lies between a gate row of B and its up row, and between two gate rows
     up_rows = stride_bn.to(tl.int64) * (1 if IS_INTERLEAVED else features)
-    gate_step = 2 if IS_GATED and IS_INTERLEAVED else 1
+    GATE_STEP: tl.constexpr = 2 if IS_GATED and IS_INTERLEAVED else 1
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        tile = item // num_blocks
-        virtual_id, first, rows = load_tile(routing_ptr, tile, num_pairs, tile_capacity)
+        virtual_id, first, rows = load_tile(
+            routing_ptr, item // items_per_tile, num_pairs, tile_capacity
+        )
         slot = (virtual_id // num_local_experts).to(tl.int64)
         expert = (virtual_id % num_local_experts).to(tl.int64)
         offs_m = tl.arange(0, BLOCK_M)
@@ -121,44 +126,44 @@ def _expand_activation_kernel(
         pair = tl.load(routing_ptr + ROUTING_HEADER + first + offs_m, mask=mask_m, other=0).to(
             tl.int64
         )
-        block_start = (item % num_blocks) * BLOCK_N
-        offs_j = block_start + tl.arange(0, BLOCK_N)
-        mask_j = offs_j < features
-        mask = mask_m[:, None] & mask_j[None, :]
-        b_rows = b_ptr + slot * stride_bl + expert * stride_be
-        b_rows += (offs_j * gate_step).to(tl.int64) * stride_bn
+        in_rows = gate_up_ptr + (pair // top_k) * stride_ot + (pair % top_k) * stride_ok
+        act_rows = act_ptr + (pair // top_k) * stride_ct + (pair % top_k) * stride_ck
         y_rows = y_ptr + (first + offs_m).to(tl.int64) * (A_SLICES * RANK)
-        b = load_b(b_rows, mask_j, RANK, BLOCK_R, 0)
-        if IS_GATED:
-            b_up = load_b(b_rows + up_rows, mask_j, RANK, BLOCK_R, 0)
-        # (BLOCK_M, BLOCK_N)
-        gate, up = load_gate_up(
-            gate_up_ptr + (pair // top_k) * stride_ot + (pair % top_k) * stride_ok,
-            offs_j, mask, block_start, features, IS_GATED, IS_INTERLEAVED, BLOCK_N,
-        )  # fmt: skip
+        y = load_y(y_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_R, 0).to(b_ptr.dtype.element_ty)
         factors = load_factors(
             pair, mask_m, scaling_value, scaling_ptr, scaling_ptr, slot, expert, 0,
             top_k, stride_sl, stride_se, stride_ss, 0, 0, USE_SCALING_TENSOR, False,
         )  # fmt: skip
-        if USE_PDL:
-            tl.extra.cuda.gdc_wait()
-        gate += factors[:, None] * expand_dot(
-            b, b_rows, mask_j, y_rows, mask_m, plane, RANK, SPLIT_K, BLOCK_M, BLOCK_R
-        )
-        if IS_GATED:
-            factors = load_factors(
-                pair, mask_m, scaling_value, scaling_ptr, scaling_ptr, slot, expert, A_SLICES - 1,
+        y_up, factors_up, y_up_rows = y, factors, y_rows + UP_SLICE * RANK
+        if IS_GATED and A_SLICES == 2:
+            y_up = load_y(y_up_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_R, 0)
+            y_up = y_up.to(b_ptr.dtype.element_ty)
+            factors_up = load_factors(
+                pair, mask_m, scaling_value, scaling_ptr, scaling_ptr, slot, expert, 1,
                 top_k, stride_sl, stride_se, stride_ss, 0, 0, USE_SCALING_TENSOR, False,
             )  # fmt: skip
-            up += factors[:, None] * expand_dot(
-                b_up, b_rows + up_rows, mask_j, y_rows + (A_SLICES - 1) * RANK, mask_m, plane,
-                RANK, SPLIT_K, BLOCK_M, BLOCK_R,
+        b_group = b_ptr + slot * stride_bl + expert * stride_be
+        first_block = (item % items_per_tile) * BLOCKS
+        for block in range(first_block, tl.minimum(first_block + BLOCKS, num_blocks)):
+            offs_j = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask_j = offs_j < features
+            mask = mask_m[:, None] & mask_j[None, :]
+            b_rows = b_group + (offs_j * GATE_STEP).to(tl.int64) * stride_bn
+            # (BLOCK_M, BLOCK_N)
+            gate, up = load_gate_up(
+                in_rows, offs_j, mask_m, mask_j, block * BLOCK_N, features,
+                IS_GATED, IS_INTERLEAVED, BLOCK_N,
             )  # fmt: skip
-        act = activate(gate, up, limit, alpha, ACTIVATION).to(act_ptr.dtype.element_ty)
-        act_rows = act_ptr + (pair // top_k) * stride_ct + (pair % top_k) * stride_ck
-        tl.store(act_rows[:, None] + offs_j[None, :], act, mask=mask)
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
+            gate += factors[:, None] * expand_dot(
+                y, y_rows, b_rows, mask_m, mask_j, plane, RANK, SPLIT_K, BLOCK_R
+            )
+            if IS_GATED:
+                up += factors_up[:, None] * expand_dot(
+                    y_up, y_up_rows, b_rows + up_rows, mask_m, mask_j, plane,
+                    RANK, SPLIT_K, BLOCK_R,
+                )  # fmt: skip
+            act = activate(gate, up, limit, alpha, ACTIVATION).to(act_ptr.dtype.element_ty)
+            tl.store(act_rows[:, None] + offs_j[None, :], act, mask=mask)
 
     for block in range(tl.program_id(0), tl.cdiv(num_pairs, 16), tl.num_programs(0)):
         pairs = block * 16 + tl.arange(0, 16)
@@ -173,9 +178,14 @@ def _expand_activation_kernel(
             act_rows = act_ptr + token * stride_ct + (pairs % top_k) * stride_ck
             for block_start in range(0, features, BLOCK_N):
                 offs_j = block_start + tl.arange(0, BLOCK_N)
-                mask = is_base[:, None] & (offs_j < features)[None, :]
+                mask_j = offs_j < features
                 gate, up = load_gate_up(
-                    in_rows, offs_j, mask, block_start, features, IS_GATED, IS_INTERLEAVED, BLOCK_N
-                )
+                    in_rows, offs_j, is_base, mask_j, block_start, features,
+                    IS_GATED, IS_INTERLEAVED, BLOCK_N,
+                )  # fmt: skip
                 act = activate(gate, up, limit, alpha, ACTIVATION).to(act_ptr.dtype.element_ty)
-                tl.store(act_rows[:, None] + offs_j[None, :], act, mask=mask)
+                tl.store(
+                    act_rows[:, None] + offs_j[None, :],
+                    act,
+                    mask=is_base[:, None] & mask_j[None, :],
+                )

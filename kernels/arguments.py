@@ -11,6 +11,7 @@ from moelora.kernels.errors import ArgumentError
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT_DTYPES = (torch.int32, torch.int64)
+ACTIVATIONS = ("silu", "relu2", "gpt_oss")
 GATE_UP_LAYOUTS = ("concatenated", "interleaved")
 
 
@@ -189,7 +190,39 @@ def check_problem(
     )
 
 
-def check_output(output: torch.Tensor, expected: tuple[int, ...]) -> None:
+def check_output(output: torch.Tensor, expected: tuple[int, ...], name: str = "output") -> None:
     """Raise unless `output` has the `expected` shape."""
     if tuple(output.shape) != expected:
-        raise ArgumentError("output", f"shape {expected}", f"shape {_shape(output)}")
+        raise ArgumentError(name, f"shape {expected}", f"shape {_shape(output)}")
+
+
+def check_activation(
+    act: torch.Tensor, gate_up: torch.Tensor, activation: str, sizes: Sizes
+) -> None:
+    """Raise unless the activation is known, and `act` (T, K, I) fits `gate_up` (T, K, N)."""
+    if activation not in ACTIVATIONS:
+        raise ArgumentError("activation", " or ".join(ACTIVATIONS), repr(activation))
+    check_output(gate_up, (sizes.num_tokens, sizes.top_k, sizes.out_features), "gate_up")
+    features, odd = divmod(sizes.out_features, 1 if activation == "relu2" else 2)
+    if odd:
+        raise ArgumentError("gate_up", "an even N for a gated activation", _shape(gate_up))
+    if activation == "relu2" and sizes.a_slices != 1:
+        raise ArgumentError("a_slices", "1 for experts without a gate", str(sizes.a_slices))
+    check_output(act, (sizes.num_tokens, sizes.top_k, features), "act")
+    _check_like(act, gate_up, "act")
+
+
+def check_combine(out: torch.Tensor, down: torch.Tensor, sizes: Sizes) -> None:
+    """Raise unless `out` (T, N) fits `down` (T, K, N)."""
+    check_output(down, (sizes.num_tokens, sizes.top_k, sizes.out_features), "down")
+    check_output(out, (sizes.num_tokens, sizes.out_features), "out")
+    _check_like(out, down, "out")
+
+
+def _check_like(tensor: torch.Tensor, like: torch.Tensor, name: str) -> None:
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ArgumentError(
+            name, f"{like.dtype} on {like.device}", f"{tensor.dtype} on {tensor.device}"
+        )
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ArgumentError(name, "last dim contiguous", f"strides {tensor.stride()}")

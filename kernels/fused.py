@@ -1,13 +1,12 @@
 """`fused_moe_lora`: adds the LoRA deltas of a mixture-of-experts layer in place."""
 
-import dataclasses
 from typing import Any
 
 import torch
 
 from moelora.kernels import ops
 from moelora.kernels.arguments import check_output, check_problem, check_scaling
-from moelora.kernels.launch import INTERPRETED, require_triton
+from moelora.kernels.launch import INTERPRETED, on_device, require_triton
 from moelora.kernels.plan import Plan, Problem, add_plan, run_add
 from moelora.kernels.routing import MAX_CACHED, MoeLoraRouting, MoeLoraWorkspace
 
@@ -69,6 +68,7 @@ def fused_moe_lora(
         *tensors, problem.scaling, problem.scaling_per_group, topk_weights,
         problem.sizes.a_slices, gate_up_layout, problem.sizes.num_local_experts,
         None if routing is None else routing.buffer, 0 if routing is None else routing.block_m,
+        0 if routing is None else routing.expected_pairs,
     )  # fmt: skip
     return output
 
@@ -92,7 +92,7 @@ def call_key(
         *map(tensor_key, tensors),
         tensor_key(scaling) if isinstance(scaling, torch.Tensor) else scaling,
         tensor_key(topk_weights),
-        None if routing is None else (routing.num_groups, routing.num_pairs, routing.block_m),
+        None if routing is None else routing[1:],
         None if workspace is None else workspace.partials.data_ptr() & 15,
     )
 
@@ -136,25 +136,14 @@ def _check(
 
 def _run(plan: Plan | None, output: torch.Tensor, *arguments: Any) -> None:
     """Run a plan on the device of its tensors."""
-    if plan is None:
-        return
-    if output.is_cuda and output.device.index != torch.cuda.current_device():
-        with torch.cuda.device(output.device):
+    if plan is not None:
+        with on_device(output):
             run_add(plan, output, *arguments)
-    else:
-        run_add(plan, output, *arguments)
 
 
 def _run_upcast(p: Problem, routing: MoeLoraRouting | None) -> None:
-    """Run the kernels in fp32 and round with torch: the interpreter computes bf16 wrongly."""
-    q = dataclasses.replace(
-        p,
-        output=p.output if p.output.dtype == torch.float32 else p.output.float(),
-        x=p.x.float(),
-        lora_a=p.lora_a.float(),
-        lora_b=p.lora_b.float(),
-        topk_weights=None if p.topk_weights is None else p.topk_weights.float(),
-    )
+    """Run the kernels in fp32 and round with torch."""
+    q = p.upcast()
     _run(
         add_plan(q, routing), q.output, q.x, q.lora_a, q.lora_b, q.topk_ids, q.mapping,
         q.scaling_per_group, q.topk_weights, routing, None,

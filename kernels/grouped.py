@@ -4,7 +4,8 @@ Letters: T tokens, K top-k, P = T * K pairs, L adapter slots, E local experts, S
 N out features. Positions count the pairs in routing order; y holds one row per position.
 
 USE_PDL: the kernel may start while the one before it ends. Until `gdc_wait` it reads only what no
-kernel in flight can be writing: adapters, routing and the base output.
+kernel in flight can be writing. (Loads that feed a pipelined loop move up, across a wait inside of
+the loop or above it: the wait comes before any such loop.)
 """
 
 import triton
@@ -107,10 +108,9 @@ def load_b(b_rows, mask_n, RANK: tl.constexpr, BLOCK_R: tl.constexpr, START: tl.
 @triton.jit
 def load_y(
     y_rows, plane, mask_m,
-    RANK: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    START: tl.constexpr,
+    RANK: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_R: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
-    """Return the rank vectors (BLOCK_M, BLOCK_R), summed over the splits of K in fp32."""
+    """Return columns [START, START + BLOCK_R) of the rank vectors, summed over splits in fp32."""
     offs_r = START + tl.arange(0, BLOCK_R)
     mask = mask_m[:, None]
     if START + BLOCK_R > RANK:
@@ -124,23 +124,22 @@ def load_y(
 
 @triton.jit
 def expand_dot(
-    b_first,  # (BLOCK_N, BLOCK_R), the first columns of B, loaded ahead
-    b_rows,  # (BLOCK_N,) pointers to the rows of B
-    mask_n,
+    y_first,  # (BLOCK_M, BLOCK_R), the first columns of y, in B's type
     y_rows,  # (BLOCK_M,) pointers to the rows of y, at the columns of the A slice
+    b_rows,  # (BLOCK_N,) pointers to the rows of B
     mask_m,
+    mask_n,
     plane,  # elements of one split of y
     RANK: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Return y @ B.T, (BLOCK_M, BLOCK_N) in fp32."""
-    y = load_y(y_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_M, BLOCK_R, 0)
-    acc = tl.dot(y.to(b_first.dtype), tl.trans(b_first), input_precision="ieee")
+    b = load_b(b_rows, mask_n, RANK, BLOCK_R, 0)
+    acc = tl.dot(y_first, tl.trans(b), input_precision="ieee")
     for start in tl.static_range(BLOCK_R, RANK, BLOCK_R):
         b = load_b(b_rows, mask_n, RANK, BLOCK_R, start)
-        y = load_y(y_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_M, BLOCK_R, start)
+        y = load_y(y_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_R, start)
         acc = tl.dot(y.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
     return acc
 
@@ -196,23 +195,27 @@ def _fused_moe_lora_expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCKS: tl.constexpr,  # blocks of columns that one item goes through with the same y
     USE_PDL: tl.constexpr,
 ):
-    """Grid (any,), strided. One item is (tile, A slice, block of output columns).
+    """Grid (any,), strided. One item is (tile, A slice, BLOCKS blocks of output columns).
 
-    With IS_INTERLEAVED (and two slices) one item owns BLOCK_N gate columns and their up columns.
+    With IS_INTERLEAVED (and two slices) a block is BLOCK_N gate columns and their up columns.
     """
     if USE_PDL:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     PARTS: tl.constexpr = 2 if IS_INTERLEAVED and A_SLICES == 2 else 1
     blocks_per_slice = tl.cdiv(slice_features, BLOCK_N)
-    blocks_per_tile = blocks_per_slice * (A_SLICES // PARTS)
-    num_items = tl.load(routing_ptr) * blocks_per_tile
+    items_per_slice = tl.cdiv(blocks_per_slice, BLOCKS)
+    items_per_tile = items_per_slice * (A_SLICES // PARTS)
+    num_items = tl.load(routing_ptr) * items_per_tile
     plane = num_pairs.to(tl.int64) * (A_SLICES * RANK)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        a_slice = (item // blocks_per_slice) % (A_SLICES // PARTS)
-        tile = item // blocks_per_tile
-        virtual_id, first, rows = load_tile(routing_ptr, tile, num_pairs, tile_capacity)
+        a_slice = (item // items_per_slice) % (A_SLICES // PARTS)
+        virtual_id, first, rows = load_tile(
+            routing_ptr, item // items_per_tile, num_pairs, tile_capacity
+        )
         slot = (virtual_id // num_local_experts).to(tl.int64)
         expert = (virtual_id % num_local_experts).to(tl.int64)
         offs_m = tl.arange(0, BLOCK_M)
@@ -220,45 +223,46 @@ def _fused_moe_lora_expand_kernel(
         pair = tl.load(routing_ptr + ROUTING_HEADER + first + offs_m, mask=mask_m, other=0).to(
             tl.int64
         )
-        out_rows = output_ptr + (pair // top_k) * stride_ot + (pair % top_k) * stride_ok
-        offs_j = (item % blocks_per_slice) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_j = offs_j < slice_features
-        offs_n = a_slice * slice_features + offs_j * PARTS
-        b_rows = b_ptr + slot * stride_bl + expert * stride_be + offs_n.to(tl.int64) * stride_bn
-        y_rows = y_ptr + (first + offs_m).to(tl.int64) * (A_SLICES * RANK) + a_slice * RANK
-        b = load_b(b_rows, mask_j, RANK, BLOCK_R, 0)
-        if PARTS == 2:
-            b_up = load_b(b_rows + stride_bn, mask_j, RANK, BLOCK_R, 0)
-            offs_n = (item % blocks_per_slice) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
-            mask_n = offs_n < 2 * slice_features
-        else:
-            mask_n = mask_j
-        # (BLOCK_M, PARTS * BLOCK_N)
-        out_ptrs = out_rows[:, None] + offs_n[None, :]
-        mask = mask_m[:, None] & mask_n[None, :]
-        out = tl.load(out_ptrs, mask=mask, other=0.0)
         factors = load_factors(
             pair, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, a_slice,
             top_k, stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
             USE_SCALING_TENSOR, USE_TOPK_WEIGHTS,
         )  # fmt: skip
-        if USE_PDL:
-            tl.extra.cuda.gdc_wait()
-        delta = factors[:, None] * expand_dot(
-            b, b_rows, mask_j, y_rows, mask_m, plane, RANK, SPLIT_K, BLOCK_M, BLOCK_R
-        )
+        y_rows = y_ptr + (first + offs_m).to(tl.int64) * (A_SLICES * RANK) + a_slice * RANK
+        y = load_y(y_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_R, 0).to(b_ptr.dtype.element_ty)
         if PARTS == 2:
-            factors = load_factors(
+            factors_up = load_factors(
                 pair, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, 1,
                 top_k, stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
                 USE_SCALING_TENSOR, USE_TOPK_WEIGHTS,
             )  # fmt: skip
-            up = factors[:, None] * expand_dot(
-                b_up, b_rows + stride_bn, mask_j, y_rows + RANK, mask_m, plane,
-                RANK, SPLIT_K, BLOCK_M, BLOCK_R,
-            )  # fmt: skip
-            delta = tl.interleave(delta, up)
-        out = out.to(tl.float32) + delta
-        tl.store(out_ptrs, out.to(output_ptr.dtype.element_ty), mask=mask)
-    if USE_PDL:  # programs without an item too: whoever waits for us relies on the shrink's end
-        tl.extra.cuda.gdc_wait()
+            y_up = load_y(y_rows + RANK, plane, mask_m, RANK, SPLIT_K, BLOCK_R, 0)
+            y_up = y_up.to(b_ptr.dtype.element_ty)
+        out_rows = output_ptr + (pair // top_k) * stride_ot + (pair % top_k) * stride_ok
+        b_group = b_ptr + slot * stride_bl + expert * stride_be
+        first_block = (item % items_per_slice) * BLOCKS
+        last_block = tl.minimum(first_block + BLOCKS, blocks_per_slice)
+        for block in range(first_block, last_block):
+            offs_j = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask_j = offs_j < slice_features
+            offs_n = a_slice * slice_features + offs_j * PARTS
+            b_rows = b_group + offs_n.to(tl.int64) * stride_bn
+            mask_n = mask_j
+            if PARTS == 2:
+                offs_n = block * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+                mask_n = offs_n < 2 * slice_features
+            # (BLOCK_M, PARTS * BLOCK_N); loaded ahead of the products, to overlap with B's loads
+            out_ptrs = out_rows[:, None] + offs_n[None, :]
+            mask = mask_m[:, None] & mask_n[None, :]
+            out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+            delta = factors[:, None] * expand_dot(
+                y, y_rows, b_rows, mask_m, mask_j, plane, RANK, SPLIT_K, BLOCK_R
+            )
+            if PARTS == 2:
+                up = factors_up[:, None] * expand_dot(
+                    y_up, y_rows + RANK, b_rows + stride_bn, mask_m, mask_j, plane,
+                    RANK, SPLIT_K, BLOCK_R,
+                )  # fmt: skip
+                delta = tl.interleave(delta, up)
+            out += delta
+            tl.store(out_ptrs, out.to(output_ptr.dtype.element_ty), mask=mask)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from moelora.kernels.errors import KernelUnavailableError
 
 # Fixed when Triton is first imported: set later, only half of it would take effect.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+_NOTHING = nullcontext()
 
 
 def require_triton(tensor: torch.Tensor) -> None:
@@ -54,13 +57,13 @@ class Launch:
         self, kernel: Any, grid: int, numbers: Sequence[float], constants: dict[str, Any],
         *, num_warps: int = 4, num_stages: int = 2, early: bool = False,
     ) -> None:  # fmt: skip
-        self._kernel, self._grid, self._numbers = kernel, grid, tuple(numbers)
+        self._kernel, self._grid, self.numbers = kernel, grid, tuple(numbers)
         self._constants = constants
         self._options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
         if early:
             self._options["launch_pdl"] = True
         self._compiled: Any = None
-        self._tail = (*self._numbers, *constants.values())
+        self._tail = (*self.numbers, *constants.values())
 
     def __call__(self, stream: int | None, *tensors: torch.Tensor | None) -> None:
         """Launch on `stream` (a raw handle; None: the current one, through Triton)."""
@@ -73,7 +76,7 @@ class Launch:
             )  # fmt: skip
             return
         self._compiled = self._kernel[(self._grid,)](
-            *tensors, *self._numbers, **self._constants, **self._options
+            *tensors, *self.numbers, **self._constants, **self._options
         )
 
 
@@ -85,3 +88,10 @@ def raw_stream(device: torch.device) -> int | None:
     if hook is not None and getattr(hook, "calls", True):  # a profiler listens
         return None
     return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Make the tensor's GPU the current one; nothing to do where it is, or without a GPU."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(tensor.device)

@@ -25,7 +25,7 @@ def build_routing_op(
     block_m: int,
 ) -> torch.Tensor:
     return build_routing_eager(
-        topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m, None
+        topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m, None, 0
     ).buffer
 
 
@@ -57,13 +57,16 @@ def fused_moe_lora_op(
     num_local_experts: int,
     routing_buffer: torch.Tensor | None,
     block_m: int,
+    expected_pairs: int,
 ) -> None:
     from moelora.kernels.fused import fused_moe_lora
 
     routing = None
     if routing_buffer is not None:
         num_groups = lora_b.shape[0] * num_local_experts
-        routing = MoeLoraRouting(routing_buffer, topk_ids.numel(), num_groups, block_m)
+        routing = MoeLoraRouting(
+            routing_buffer, topk_ids.numel(), num_groups, block_m, expected_pairs
+        )
     fused_moe_lora(
         output,
         x,
@@ -96,5 +99,6 @@ def _(
     num_local_experts: int,
     routing_buffer: torch.Tensor | None,
     block_m: int,
+    expected_pairs: int,
 ) -> None:
     return None

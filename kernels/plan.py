@@ -4,6 +4,7 @@ A plan depends on shapes, strides, types and alignment only, never on values, so
 captured in CUDA graphs and repeated calls cost the host a dictionary look-up and two launches.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,17 @@ class Problem:
     scaling_per_group: torch.Tensor | None
     topk_weights: torch.Tensor | None
     sizes: Sizes
+
+    def upcast(self) -> "Problem":
+        """Return the problem in fp32: the interpreter computes bf16 wrongly."""
+        return dataclasses.replace(
+            self,
+            output=self.output if self.output.dtype == torch.float32 else self.output.float(),
+            x=self.x.float(),
+            lora_a=self.lora_a.float(),
+            lora_b=self.lora_b.float(),
+            topk_weights=None if self.topk_weights is None else self.topk_weights.float(),
+        )
 
     @property
     def scaling_strides(self) -> tuple[int, ...]:
@@ -84,17 +96,18 @@ class Plan:
     partial_elements: int
     partial_dtype: torch.dtype
 
-    def partials(self, device: torch.device, workspace: MoeLoraWorkspace | None) -> torch.Tensor:
-        """Return room for the rank vectors, the caller's if there is a workspace."""
-        if workspace is None:
-            return torch.empty(self.partial_elements, dtype=self.partial_dtype, device=device)
-        if workspace.partials.numel() < self.partial_elements:
-            raise ArgumentError(
-                "workspace",
-                f"at least {self.partial_elements} partials",
-                str(workspace.partials.numel()),
-            )
-        return workspace.partials.view(self.partial_dtype)
+
+def partials(
+    elements: int, dtype: torch.dtype, device: torch.device, workspace: MoeLoraWorkspace | None
+) -> torch.Tensor:
+    """Return room for the rank vectors, the caller's if there is a workspace."""
+    if workspace is None:
+        return torch.empty(elements, dtype=dtype, device=device)
+    if workspace.partials.numel() < elements:
+        raise ArgumentError(
+            "workspace", f"at least {elements} partials", str(workspace.partials.numel())
+        )
+    return workspace.partials if dtype == torch.float32 else workspace.partials.view(dtype)
 
 
 def expert_stride(factor: torch.Tensor) -> int:
@@ -102,35 +115,53 @@ def expert_stride(factor: torch.Tensor) -> int:
     return factor.stride(1) if factor.shape[1] > 1 else 0
 
 
+def pairwise_shrink(p: Problem) -> tuple[Launch, tiles.ShrinkTile]:
+    """Return the launch of the pairwise shrink, and its tile."""
+    s = p.sizes
+    early = can_launch_early(p.x.device)
+    num_pairs, columns = s.num_tokens * s.top_k, s.a_slices * s.rank
+    tile = tiles.pairwise_shrink_tile(num_pairs, columns, s.in_features, num_sms(p.x.device))
+    launch = Launch(
+        _pairwise_shrink_kernel,
+        num_pairs * tile.split_k * cdiv(columns, tile.block_r),
+        (num_pairs, s.top_k, s.num_adapters, s.num_local_experts, s.in_features, *p.id_strides,
+         *p.x_strides, *p.a_strides),
+        shrink_constants(s, tile, early),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, early=early,
+    )  # fmt: skip
+    return launch, tile
+
+
+def shrink_constants(s: Sizes, tile: tiles.ShrinkTile, early: bool) -> dict[str, object]:
+    return {
+        "COLUMNS": s.a_slices * s.rank,
+        "X_PER_PAIR": s.x_per_pair,
+        "K_PER_SPLIT": tile.k_per_split,
+        "EVEN_K": s.in_features % tile.block_k == 0,
+        "SPLIT_K": tile.split_k,
+        "BLOCK_R": tile.block_r,
+        "BLOCK_K": tile.block_k,
+        "USE_PDL": early,
+    }
+
+
 def pairwise_plan(p: Problem) -> Plan:
     s, device = p.sizes, p.x.device
     early, sms = can_launch_early(device), num_sms(device)
-    num_pairs, columns = s.num_tokens * s.top_k, s.a_slices * s.rank
-    shrink = tiles.pairwise_shrink_tile(num_pairs, columns, s.in_features, sms)
-    mixed = s.interleaved or s.a_slices == 1  # blocks of N may lie anywhere
-    slices = 1 if mixed else s.a_slices
+    num_pairs = s.num_tokens * s.top_k
+    launch, shrink = pairwise_shrink(p)
+    slices = 1 if s.interleaved else s.a_slices  # parts of N that no block may cross
     expand = tiles.pairwise_expand_tile(num_pairs, s.rank, s.out_features, slices, sms)
-    ids = (s.top_k, s.num_adapters, s.num_local_experts)
     return Plan(
         s,
         0,
-        Launch(
-            _pairwise_shrink_kernel,
-            num_pairs * shrink.split_k * cdiv(columns, shrink.block_r),
-            (num_pairs, *ids, s.in_features, *p.id_strides, *p.x_strides,
-             *p.a_strides),
-            {
-                "COLUMNS": columns, "X_PER_PAIR": s.x_per_pair,
-                "K_PER_SPLIT": shrink.k_per_split, "EVEN_K": s.in_features % shrink.block_k == 0, "SPLIT_K": shrink.split_k,
-                "BLOCK_R": shrink.block_r, "BLOCK_K": shrink.block_k, "USE_PDL": early,
-            },
-            num_warps=shrink.num_warps, num_stages=shrink.num_stages, early=early,
-        ),
+        launch,
         Launch(
             _pairwise_expand_kernel,
             num_pairs * slices * cdiv(s.out_features // slices, expand.block_n),
-            (p.scaling, num_pairs, *ids, s.out_features, *p.id_strides, *p.output.stride()[:2],
-             *p.b_strides, *p.scaling_strides, *p.weight_strides),
+            (p.scaling, num_pairs, s.top_k, s.num_adapters, s.num_local_experts, s.out_features,
+             *p.id_strides, *p.output.stride()[:2], *p.b_strides, *p.scaling_strides,
+             *p.weight_strides),
             {
                 **p.expand_constants, "SPLIT_K": shrink.split_k,
                 "SPLITS": tiles.power_of_2(shrink.split_k, 1, 1024), "BLOCK_N": expand.block_n,
@@ -138,52 +169,60 @@ def pairwise_plan(p: Problem) -> Plan:
             },
             num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
         ),
-        shrink.split_k * num_pairs * columns,
+        shrink.split_k * num_pairs * s.a_slices * s.rank,
         torch.float32,
     )  # fmt: skip
 
 
-def grouped_plan(p: Problem, block_m: int) -> Plan:
-    s, device = p.sizes, p.x.device
-    early, sms = can_launch_early(device), num_sms(device)
+def grouped_shrink(
+    p: Problem, block_m: int, expected_pairs: int
+) -> tuple[Launch, tiles.ShrinkTile, int]:
+    """Return the launch of the grouped shrink, its tile, and how many tiles to expect in use."""
+    s, sms = p.sizes, num_sms(p.x.device)
+    early = can_launch_early(p.x.device)
     num_pairs, num_groups = s.num_tokens * s.top_k, s.num_adapters * s.num_local_experts
-    columns, slice_features = s.a_slices * s.rank, s.out_features // s.a_slices
-    shrink = tiles.grouped_shrink_tile(num_pairs, num_groups, block_m, columns, s.in_features, sms)
-    expand = tiles.grouped_expand_tile(block_m, s.rank, slice_features)
+    columns = s.a_slices * s.rank
+    in_use = tiles.grouped_tiles(expected_pairs, num_groups, block_m)
+    tile = tiles.grouped_shrink_tile(in_use, block_m, columns, s.in_features, sms)
     capacity = max_tiles(num_pairs, num_groups, block_m)
-    shrink_items = capacity * shrink.split_k * cdiv(columns, shrink.block_r)
-    both_in_one = s.interleaved and s.a_slices == 2
-    expand_items = capacity * cdiv(slice_features, expand.block_n)
-    expand_items *= 1 if both_in_one else s.a_slices
-    most = PROGRAMS_PER_SM * sms
+    launch = Launch(
+        _fused_moe_lora_shrink_kernel,
+        min(capacity * tile.split_k * cdiv(columns, tile.block_r), PROGRAMS_PER_SM * sms),
+        (num_pairs, capacity, s.top_k, s.num_local_experts, s.in_features, *p.x_strides,
+         *p.a_strides),
+        {**shrink_constants(s, tile, early), "BLOCK_M": block_m},
+        num_warps=tile.num_warps, num_stages=tile.num_stages, early=early,
+    )  # fmt: skip
+    return launch, tile, in_use
+
+
+def grouped_plan(p: Problem, block_m: int, expected_pairs: int) -> Plan:
+    s, sms = p.sizes, num_sms(p.x.device)
+    early = can_launch_early(p.x.device)
+    num_pairs, num_groups = s.num_tokens * s.top_k, s.num_adapters * s.num_local_experts
+    slice_features = s.out_features // s.a_slices
+    slices = 1 if s.interleaved else s.a_slices  # of which an item owns one
+    launch, shrink, in_use = grouped_shrink(p, block_m, expected_pairs)
+    expand = tiles.grouped_expand_tile(in_use, block_m, s.rank, slice_features, slices, sms)
+    capacity = max_tiles(num_pairs, num_groups, block_m)
+    items = capacity * slices * cdiv(cdiv(slice_features, expand.block_n), expand.blocks)
     return Plan(
         s,
         block_m,
-        Launch(
-            _fused_moe_lora_shrink_kernel,
-            min(shrink_items, most),
-            (num_pairs, capacity, s.top_k, s.num_local_experts, s.in_features,
-             *p.x_strides, *p.a_strides),
-            {
-                "COLUMNS": columns, "X_PER_PAIR": s.x_per_pair,
-                "K_PER_SPLIT": shrink.k_per_split, "EVEN_K": s.in_features % shrink.block_k == 0, "SPLIT_K": shrink.split_k,
-                "BLOCK_M": block_m, "BLOCK_R": shrink.block_r, "BLOCK_K": shrink.block_k,
-                "USE_PDL": early,
-            },
-            num_warps=shrink.num_warps, num_stages=shrink.num_stages, early=early,
-        ),
+        launch,
         Launch(
             _fused_moe_lora_expand_kernel,
-            min(expand_items, most),
+            min(items, PROGRAMS_PER_SM * sms),
             (p.scaling, num_pairs, capacity, s.top_k, s.num_local_experts, slice_features,
              *p.output.stride()[:2], *p.b_strides, *p.scaling_strides, *p.weight_strides),
             {
                 **p.expand_constants, "SPLIT_K": shrink.split_k, "BLOCK_M": block_m,
-                "BLOCK_N": expand.block_n, "BLOCK_R": expand.block_r, "USE_PDL": early,
+                "BLOCK_N": expand.block_n, "BLOCK_R": expand.block_r, "BLOCKS": expand.blocks,
+                "USE_PDL": early,
             },
             num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
         ),
-        shrink.split_k * num_pairs * columns,
+        shrink.split_k * num_pairs * s.a_slices * s.rank,
         p.x.dtype if shrink.split_k == 1 else torch.float32,
     )  # fmt: skip
 
@@ -200,8 +239,12 @@ def add_plan(p: Problem, routing: MoeLoraRouting | None) -> Plan | None:
         )
     if 0 in (num_pairs, num_groups, s.rank, s.out_features, s.in_features):
         return None
-    block_m = tiles.choose_block_m(num_pairs, num_groups) if routing is None else routing.block_m
-    return grouped_plan(p, block_m) if block_m else pairwise_plan(p)
+    if routing is None:
+        expected_pairs = num_pairs
+        block_m = tiles.choose_block_m(num_pairs, num_groups, expected_pairs)
+    else:
+        expected_pairs, block_m = routing.expected_pairs, routing.block_m
+    return grouped_plan(p, block_m, expected_pairs) if block_m else pairwise_plan(p)
 
 
 def run_add(
@@ -219,7 +262,7 @@ def run_add(
 ) -> None:
     """Launch both kernels of one stage, and the routing before them if there is none yet."""
     stream = raw_stream(x.device)
-    y = plan.partials(x.device, workspace)
+    y = partials(plan.partial_elements, plan.partial_dtype, x.device, workspace)
     factors = (scaling_per_group, topk_weights)
     if plan.block_m == 0:
         plan.shrink(stream, x, lora_a, y, topk_ids, mapping)
@@ -228,7 +271,13 @@ def run_add(
     if routing is None:
         sizes = plan.sizes
         routing = build_routing_eager(
-            topk_ids, mapping, sizes.num_adapters, sizes.num_local_experts, plan.block_m, workspace
+            topk_ids,
+            mapping,
+            sizes.num_adapters,
+            sizes.num_local_experts,
+            plan.block_m,
+            workspace,
+            0,
         )
     plan.shrink(stream, x, lora_a, y, routing.buffer)
     plan.expand(stream, output, y, lora_b, routing.buffer, *factors)

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
-from moelora.kernels.arguments import Sizes, check_output, check_problem, check_scaling
+from moelora.kernels.arguments import (
+    Sizes,
+    check_activation,
+    check_combine,
+    check_output,
+    check_problem,
+    check_scaling,
+)
 
 
 def _groups(
@@ -93,3 +100,112 @@ def fused_moe_lora_reference(
             delta = delta * topk_weights[tokens, ks].float()[:, None]
         output[tokens, ks] = (output[tokens, ks].float() + delta).to(output.dtype)
     return output
+
+
+def _activate(
+    gate_up: torch.Tensor, activation: str, interleaved: bool, limit: float, alpha: float
+) -> torch.Tensor:
+    """Return the activation of fp32 rows (..., N)."""
+    if activation == "relu2":
+        return torch.relu(gate_up) ** 2
+    if interleaved:
+        gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
+    else:
+        gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def fused_moe_lora_activation_reference(
+    act: torch.Tensor,
+    gate_up: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    topk_ids: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    *,
+    activation: str,
+    scaling: float | torch.Tensor,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    a_slices: int | None = None,
+    gate_up_layout: str = "concatenated",
+    num_local_experts: int | None = None,
+) -> torch.Tensor:
+    """Write activation(gate_up + delta) to `act` for pairs of local experts, and return it.
+
+    Same arguments and meaning as `fused_moe_lora_activation`; in fp32 throughout.
+    """
+    tensors = (x, lora_a, lora_b)
+    sizes = check_problem(
+        gate_up,
+        *tensors,
+        topk_ids,
+        token_lora_mapping,
+        topk_weights=None,
+        a_slices=a_slices,
+        gate_up_layout=gate_up_layout,
+        num_local_experts=num_local_experts,
+    )
+    check_activation(act, gate_up, activation, sizes)
+    added = fused_moe_lora_reference(
+        gate_up.to(torch.float32, copy=True),
+        *(t.float() for t in tensors),
+        topk_ids,
+        token_lora_mapping,
+        scaling=scaling,
+        a_slices=a_slices,
+        gate_up_layout=gate_up_layout,
+        num_local_experts=num_local_experts,
+    )
+    is_local = (topk_ids >= 0) & (topk_ids < sizes.num_local_experts)
+    rows = _activate(added[is_local], activation, sizes.interleaved, limit, alpha)
+    act[is_local] = rows.to(act.dtype)
+    return act
+
+
+def fused_moe_lora_combine_reference(
+    out: torch.Tensor,
+    down: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    topk_ids: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    *,
+    scaling: float | torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_local_experts: int | None = None,
+) -> torch.Tensor:
+    """Write sum over k of weight * (down + delta) to `out` (T, N), and return it; `down` stays.
+
+    Same arguments and meaning as `fused_moe_lora_combine`; in fp32 throughout.
+    """
+    tensors = (x, lora_a, lora_b)
+    sizes = check_problem(
+        down,
+        *tensors,
+        topk_ids,
+        token_lora_mapping,
+        topk_weights=topk_weights,
+        a_slices=1,
+        gate_up_layout="concatenated",
+        num_local_experts=num_local_experts,
+    )
+    check_combine(out, down, sizes)
+    added = fused_moe_lora_reference(
+        down.to(torch.float32, copy=True),
+        *(t.float() for t in tensors),
+        topk_ids,
+        token_lora_mapping,
+        scaling=scaling,
+        a_slices=1,
+        num_local_experts=num_local_experts,
+    )
+    is_local = (topk_ids >= 0) & (topk_ids < sizes.num_local_experts)
+    added = torch.where(is_local[..., None], added, 0.0)  # rows of experts elsewhere may be NaN
+    out.copy_((added * topk_weights.float()[..., None]).sum(dim=1))
+    return out

@@ -9,6 +9,7 @@ Letters: T tokens, K top-k, P = T * K pairs, L adapter slots, E local experts, G
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,7 @@ from moelora.kernels.tiles import cdiv, choose_block_m, power_of_2
 # Up to this many pairs each program compares its pairs with all others: one launch, no counters
 # per group. Above, the pairs are counted per group and scattered: two launches.
 MAX_PAIRS_COMPARED = 2048
-_COMPARE_BLOCK = 32
-_COMPARE_CHUNK = 128
+_COMPARISONS = 8192  # per program
 _COUNT_BLOCK = 64
 _SCATTER_BLOCK = 256
 _SCAN_CHUNK = 2048
@@ -40,8 +40,7 @@ MAX_CACHED = 4096  # prepared launches, by shape
 _launches: dict[tuple[object, ...], list[Launch]] = {}
 
 
-@dataclass(frozen=True)
-class MoeLoraRouting:
+class MoeLoraRouting(NamedTuple):
     """Pairs grouped by virtual expert; built once per layer, used by both stages.
 
     buffer: int32, on the device, in this order:
@@ -54,6 +53,7 @@ class MoeLoraRouting:
     num_pairs: int
     num_groups: int
     block_m: int  # 0: the pairwise kernels are used, and there is nothing in the buffer
+    expected_pairs: int  # with a local expert, as far as the host knows
 
     @property
     def max_tiles(self) -> int:
@@ -150,30 +150,42 @@ def build_routing(
     *,
     num_adapters: int,
     num_local_experts: int,
+    num_global_experts: int | None = None,
     block_m: int | None = None,
     workspace: MoeLoraWorkspace | None = None,
 ) -> MoeLoraRouting:
     """Group the pairs of a layer by virtual expert; give the result to both stages' calls.
 
     topk_ids: (T, K) local expert ids, negative for experts elsewhere. token_lora_mapping: (T,)
-    adapter slots, -1 for base-only tokens. block_m: rows of a tile, by default from the tile
-    rule; 0 asks for the pairwise kernels, which need no routing. Reads nothing back to the host.
+    adapter slots, -1 for base-only tokens. num_global_experts: under expert parallelism, the
+    experts of all ranks: tells the tile rule which share of the pairs to expect here.
+    block_m: rows of a tile, by default from the tile rule; 0 asks for the pairwise kernels, which
+    need no routing. Reads nothing back to the host.
     """
     from moelora.kernels import ops
 
     num_groups = num_adapters * num_local_experts
     _check(topk_ids, token_lora_mapping, num_groups)
     require_triton(topk_ids)
+    expected = topk_ids.numel()
+    if num_global_experts:
+        expected = cdiv(expected * num_local_experts, max(num_local_experts, num_global_experts))
     if block_m is None:
-        block_m = choose_block_m(topk_ids.numel(), num_groups)
+        block_m = choose_block_m(topk_ids.numel(), num_groups, expected)
     if not ops.goes_through_operator(topk_ids):
         return build_routing_eager(
-            topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m, workspace
+            topk_ids,
+            token_lora_mapping,
+            num_adapters,
+            num_local_experts,
+            block_m,
+            workspace,
+            expected,
         )
     buffer = ops.build_routing_op(
         topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m
     )
-    return MoeLoraRouting(buffer, topk_ids.numel(), num_groups, block_m)
+    return MoeLoraRouting(buffer, topk_ids.numel(), num_groups, block_m, expected)
 
 
 def build_routing_eager(
@@ -183,12 +195,13 @@ def build_routing_eager(
     num_local_experts: int,
     block_m: int,
     workspace: MoeLoraWorkspace | None,
+    expected_pairs: int,
 ) -> MoeLoraRouting:
     """Launch the routing kernels; the arguments are checked."""
     num_groups, num_pairs = num_adapters * num_local_experts, topk_ids.numel()
     words = routing_words(num_pairs, num_groups, block_m)
     buffer = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
-    routing = MoeLoraRouting(buffer, num_pairs, num_groups, block_m)
+    routing = MoeLoraRouting(buffer, num_pairs, num_groups, block_m, expected_pairs)
     if num_pairs == 0 or block_m == 0:
         return routing
     comparing = num_pairs <= MAX_PAIRS_COMPARED
@@ -227,13 +240,14 @@ def _prepare(
         topk_ids.shape[1], num_adapters, num_local_experts, *topk_ids.stride(),
         token_lora_mapping.stride(0),
     )  # fmt: skip
-    constants = {"BLOCK_M": block_m, "BLOCK_P": _COMPARE_BLOCK}
     if comparing:
-        chunk = power_of_2(num_pairs, 16, _COMPARE_CHUNK)
+        chunk = power_of_2(num_pairs, 128, MAX_PAIRS_COMPARED)
+        block = _COMPARISONS // chunk
         return [
             Launch(
-                _route_by_comparing_kernel, cdiv(num_pairs, _COMPARE_BLOCK), (*sizes, *ids),
-                {**constants, "CHUNK": chunk, "USE_PDL": early}, num_warps=8, early=early,
+                _route_by_comparing_kernel, cdiv(num_pairs, block), (*sizes, *ids),
+                {"BLOCK_M": block_m, "BLOCK_P": block, "CHUNK": chunk, "USE_PDL": early},
+                num_warps=8, early=early,
             )
         ]  # fmt: skip
     return [

@@ -22,6 +22,7 @@ class ShrinkTile(NamedTuple):
 class ExpandTile(NamedTuple):
     block_n: int
     block_r: int
+    blocks: int  # blocks of columns that a program goes through with the same rank vectors
     num_warps: int
     num_stages: int
 
@@ -40,22 +41,26 @@ def expected_groups(num_pairs: int, num_groups: int) -> float:
     return num_groups * -math.expm1(-num_pairs / num_groups) if num_groups else 0.0
 
 
-def prefers_pairs(num_pairs: int, num_groups: int) -> bool:
-    """Whether to skip the routing: few pairs, of which hardly two share a group's weights."""
-    return num_pairs <= 512 and num_pairs < 1.6 * expected_groups(num_pairs, num_groups)
+def prefers_pairs(num_pairs: int, num_groups: int, expected_pairs: int) -> bool:
+    """Whether to skip the routing: few pairs, of which hardly two share a group's weights.
+
+    Every pair costs programs, whether its expert is here or not: under expert parallelism fewer.
+    """
+    most = 512 if 2 * expected_pairs >= num_pairs else 128
+    return num_pairs <= most and expected_pairs < 1.6 * expected_groups(expected_pairs, num_groups)
 
 
-def choose_block_m(num_pairs: int, num_groups: int) -> int:
+def choose_block_m(num_pairs: int, num_groups: int, expected_pairs: int) -> int:
     """Return the rows of a tile: the smallest that does not cut a typical group too often.
 
     0 where the pairwise kernels are the better choice.
     """
-    if prefers_pairs(num_pairs, num_groups):
+    if prefers_pairs(num_pairs, num_groups, expected_pairs):
         return 0
-    rows = num_pairs / max(1, min(num_groups, num_pairs))
-    if rows <= 24:
+    rows = expected_pairs / max(1, min(num_groups, expected_pairs))
+    if rows <= 20:
         return 16
-    return 32 if rows <= 64 else 64
+    return 32 if rows <= 48 else 64
 
 
 def _split(in_features: int, block_k: int, splits: int) -> tuple[int, int]:
@@ -82,26 +87,38 @@ def pairwise_expand_tile(
     """slices: into how many parts the output columns fall that no block may cross."""
     block_r = power_of_2(rank, 4, 64)
     few = num_pairs * out_features * block_r < 4096 * 2 * sms
-    block_n = power_of_2(out_features // slices, 32, max(32, (2048 if few else 4096) // block_r))
-    return ExpandTile(min(512, block_n), block_r, 4, 1)
+    elements = 2048 if few else 4096 if block_r <= 32 else 8192
+    block_n = power_of_2(out_features // slices, 32, max(32, elements // block_r))
+    return ExpandTile(min(512, block_n), block_r, 1, 4, 1)
+
+
+def grouped_tiles(expected_pairs: int, num_groups: int, block_m: int) -> int:
+    """Return how many tiles to expect in use."""
+    groups = expected_groups(expected_pairs, num_groups)
+    return max(1, int(max(groups, expected_pairs / block_m + groups / 2)))
 
 
 def grouped_shrink_tile(
-    num_pairs: int, num_groups: int, block_m: int, columns: int, in_features: int, sms: int
+    tiles: int, block_m: int, columns: int, in_features: int, sms: int
 ) -> ShrinkTile:
-    """columns: S * r."""
+    """tiles: expected in use. columns: S * r."""
     block_r = power_of_2(columns, 16, 128)
-    block_k = power_of_2(in_features, 32, 128 if block_r <= 64 else 64)
-    groups = max(1.0, expected_groups(num_pairs, num_groups))
-    tiles = max(groups, num_pairs / block_m) * cdiv(columns, block_r)
-    split_k, k_per_split = _split(in_features, block_k, cdiv(4 * sms, int(tiles)))
+    block_k = power_of_2(in_features, 32, 128 if block_r * block_m <= 64 * 64 else 64)
+    programs = tiles * cdiv(columns, block_r)
+    split_k, k_per_split = _split(in_features, block_k, cdiv(4 * sms, programs))
     while split_k > 1 and k_per_split < 4 * block_k:  # a few steps to pipeline
         split_k, k_per_split = _split(in_features, block_k, split_k // 2)
     return ShrinkTile(block_r, block_k, split_k, k_per_split, 4, 4)
 
 
-def grouped_expand_tile(block_m: int, rank: int, slice_features: int) -> ExpandTile:
-    """slice_features: output columns that one A slice feeds."""
-    block_r = power_of_2(rank, 16, 64)
+def grouped_expand_tile(
+    tiles: int, block_m: int, rank: int, slice_features: int, slices: int, sms: int
+) -> ExpandTile:
+    """tiles: expected in use. slice_features: output columns that one A slice feeds."""
+    block_r = power_of_2(rank, 16, 64 if block_m > 16 else 128)
     block_n = power_of_2(slice_features, 16, 256 if block_m == 16 and block_r <= 32 else 128)
-    return ExpandTile(block_n, block_r, 4, 1)
+    per_slice = cdiv(slice_features, block_n)
+    # as many blocks per program as leave every multiprocessor 16 programs
+    blocks = tiles * slices * per_slice // (PROGRAMS_PER_SM * sms)
+    blocks = cdiv(per_slice, cdiv(per_slice, max(1, min(8, blocks))))
+    return ExpandTile(block_n, block_r, blocks, 8 if block_m > 64 else 4, 3)

@@ -93,7 +93,7 @@ def test_any_shape(part: int) -> None:
 
 def test_many_groups_and_tokens() -> None:
     """20,480 virtual experts and 32,768 tokens: counters, scan and grid at serving's upper end."""
-    run_and_check(make_problem(Case(32768, 2, 160, 128, 16, 8, 4, dtype=BF16), device="cuda"))
+    run_and_check(make_problem(Case(32768, 2, 160, 128, 16, 40, 8, dtype=BF16), device="cuda"))
 
 
 def test_offsets_beyond_32_bits() -> None:

@@ -22,7 +22,7 @@ def test_operator_keeps_its_promises(case: Case) -> None:
     per_group = scaling if isinstance(scaling, torch.Tensor) else None
     args = (
         p.output, x, lora_a, lora_b, ids, mapping, 1.0 if per_group is not None else scaling,
-        per_group, p.kwargs.get("topk_weights"), case.S, "concatenated", case.E, None, 0,
+        per_group, p.kwargs.get("topk_weights"), case.S, "concatenated", case.E, None, 0, 0,
     )  # fmt: skip
     torch.library.opcheck(ops.fused_moe_lora_op, args, test_utils=CHECKS)
 

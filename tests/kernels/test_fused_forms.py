@@ -1,0 +1,113 @@
+"""The fused forms against their references: activation after gate_up, weighted sum after down."""
+
+import dataclasses
+
+import pytest
+import torch
+from moe_lora_cases import TOLERANCE, Case, Problem, bits, error_norm, make_problem
+
+from moelora.kernels import (
+    ArgumentError,
+    build_routing,
+    fused_moe_lora_activation,
+    fused_moe_lora_activation_reference,
+    fused_moe_lora_combine,
+    fused_moe_lora_combine_reference,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+GATE_UP = [
+    ("silu", Case(9, 3, 3, 5, 72, 52, 6, S=2)),  # SwiGLU, an A each for gate and up
+    ("silu", Case(9, 3, 3, 5, 72, 52, 6, S=1)),  # one A for both
+    ("silu", Case(9, 3, 3, 5, 72, 300, 6, S=2, dtype=torch.bfloat16)),  # blocks; what is served
+    ("gpt_oss", Case(9, 3, 3, 5, 72, 52, 6, S=2, interleaved=True)),  # gate and up in turns
+    ("gpt_oss", Case(9, 3, 3, 5, 72, 84, 6, S=1, interleaved=True, dtype=torch.float16)),  # one A
+    ("relu2", Case(9, 3, 3, 5, 72, 37, 6)),  # experts without a gate, odd I
+    ("silu", Case(40, 2, 3, 5, 24, 20, 4, S=2, slots="base")),  # no adapter: plain activation
+    ("silu", Case(9, 3, 3, 5, 24, 20, 4, ids="elsewhere")),  # nothing to do
+    ("silu", Case(0, 3, 3, 5, 24, 20, 4)),  # no tokens
+]
+DOWN = [
+    Case(9, 3, 3, 5, 26, 72, 6, x_per_pair=True, weighted=True),  # a bit of everything
+    Case(9, 3, 3, 5, 26, 300, 6, x_per_pair=True, weighted=True, dtype=torch.bfloat16),  # blocks
+    Case(9, 3, 3, 5, 26, 72, 100, x_per_pair=True, weighted=True, shared_b=True),  # large r
+    Case(9, 3, 3, 5, 26, 24, 4, x_per_pair=True, weighted=True, slots="base"),  # plain sum
+    Case(9, 3, 3, 5, 26, 24, 4, x_per_pair=True, weighted=True, ids="elsewhere"),  # zeros
+    Case(0, 3, 3, 5, 26, 24, 4, x_per_pair=True, weighted=True),  # no tokens
+]
+
+
+def with_base_rows(p: Problem) -> torch.Tensor:
+    """Return a base output that is NaN only where the expert is elsewhere; those (T, K)."""
+    ids = p.args[3]
+    elsewhere = (ids < 0) | (ids >= p.case.E)
+    g = torch.Generator().manual_seed(9)
+    fresh = torch.randn(p.output.shape, generator=g).to(p.output)
+    p.output = torch.where(elsewhere[..., None], p.output, fresh)
+    return elsewhere
+
+
+@pytest.mark.parametrize(
+    ("activation", "case", "block_m"),
+    [(*row, None) for row in GATE_UP] + [(*GATE_UP[0], block_m) for block_m in (0, 16, 64)],
+    ids=str,
+)
+def test_activation(activation: str, case: Case, block_m: int | None) -> None:
+    p = make_problem(case, seed=5, device=DEVICE)
+    elsewhere = with_base_rows(p)
+    before = p.output.clone()
+    width = case.N if activation == "relu2" else case.N // 2
+    act = torch.full((case.T, case.K, width), float("nan"), dtype=case.dtype, device=DEVICE)
+    want = torch.zeros(act.shape, dtype=torch.float32, device=DEVICE)
+    exact = [t.float() for t in (p.output, *p.args[:3])]
+    options = {**p.kwargs, "activation": activation, "limit": 1.5}  # so that it limits something
+    fused_moe_lora_activation_reference(want, *exact, *p.args[3:], **options)
+    routing = None
+    if block_m is not None:
+        routing = build_routing(
+            *p.args[3:], num_adapters=case.L, num_local_experts=case.E, block_m=block_m
+        )
+    returned = fused_moe_lora_activation(act, p.output, *p.args, **options, routing=routing)
+    assert returned is act
+    assert torch.equal(bits(p.output), bits(before)), "gate_up was written to"
+    assert bool(act[elsewhere].isnan().all()), "a row of an expert elsewhere was written"
+    assert bool(act[~elsewhere].isfinite().all())
+    assert error_norm(act[~elsewhere], want[~elsewhere]) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "added first"])
+@pytest.mark.parametrize("case", DOWN, ids=str)
+def test_combine(case: Case, gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moelora.kernels.forms.MAX_PAIRS_GATHERED", 2**20 if gathered else 0)
+    monkeypatch.setattr("moelora.kernels.forms._plans", {})
+    p = make_problem(case, seed=6, device=DEVICE)
+    with_base_rows(p)
+    options = {
+        k: p.kwargs[k] for k in ("scaling", "topk_weights", "num_local_experts") if k in p.kwargs
+    }
+    out = torch.full((case.T, case.N), float("nan"), dtype=case.dtype, device=DEVICE)
+    want = torch.zeros(out.shape, dtype=torch.float32, device=DEVICE)
+    exact = [t.float() for t in (p.output, *p.args[:3])]
+    fused_moe_lora_combine_reference(want, *exact, *p.args[3:], **options)
+    assert fused_moe_lora_combine(out, p.output, *p.args, **options) is out
+    assert bool(out.isfinite().all())
+    # added first, the sum is rounded once more
+    assert error_norm(out, want) <= TOLERANCE[case.dtype] * (1 if gathered else 1.5)
+    if case.ids == "elsewhere":
+        assert not bool(out.any())
+
+
+def test_wrong_activation_is_named() -> None:
+    p = make_problem(Case(4, 2, 2, 3, 24, 20, 4), device=DEVICE)
+    act = torch.zeros(4, 2, 10, device=DEVICE)
+    with pytest.raises(ArgumentError, match="activation"):
+        fused_moe_lora_activation(act, p.output, *p.args, **p.kwargs, activation="gelu")
+    with pytest.raises(ArgumentError, match="act"):
+        fused_moe_lora_activation(act[:, :, :9], p.output, *p.args, **p.kwargs, activation="silu")
+    two = dataclasses.replace(p.case, S=2)
+    q = make_problem(two, device=DEVICE)
+    with pytest.raises(ArgumentError, match="a_slices"):
+        fused_moe_lora_activation(
+            torch.zeros(4, 2, 20, device=DEVICE), q.output, *q.args, **q.kwargs, activation="relu2"
+        )
