@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moelora.slicing.adapter import Adapter
+from moelora.slicing.adapter import Adapter, sha256_of
 from moelora.slicing.base_model import load_base_model
 from moelora.slicing.errors import CannotRunError, InputError
+from moelora.slicing.manifest import MANIFEST_NAME
 from moelora.slicing.options import PlanOptions
 from moelora.slicing.plan import ShardPlan, plan_shards
 from moelora.slicing.read import ShardSet
@@ -64,6 +65,7 @@ class Bench:
     kernel_name: str
     dtype: torch.dtype
     joins: SimulatedJoins
+    manifest_sha256: str
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -86,6 +88,8 @@ class Bench:
         report = VerifyReport(
             str(self.shards.folder), self.plan.adapter.name_or_path, self.plan.base.name_or_path
         )
+        # the manifest holds every file's hash, so its own stands for the whole set
+        report.manifest_sha256 = self.manifest_sha256
         random, seed = self.options.random_base, self.options.seed
         report.setting = {
             "device": device_name(self.device),
@@ -93,9 +97,18 @@ class Bench:
             "dtype": str(self.dtype).removeprefix("torch."),
             "tp": self.shards.layout.tp_size,
             "ep": self.shards.layout.moe_ep_size,
+            "moe_dp": self.shards.layout.moe_dp_size,
+            "rank order": self.shards.layout.rank_order,
             "seed": seed,
             "base weights": f"random (seed {seed})" if random else "the base's own",
         }
+        skips = [skip for skip in self.plan.skips if skip.keys]
+        if skips:
+            count = sum(len(skip.keys) for skip in skips)
+            report.notes.append(
+                f"{count} tensors of the adapter are in no shard, such as {skips[0].keys[0]} "
+                f"({skips[0].reason}); the manifest lists them under skipped"
+            )
         return report
 
     def deltas(self) -> Deltas:
@@ -160,6 +173,7 @@ def opened(shards: Path | str, options: Options) -> Iterator[Bench]:
         bench = Bench(
             options, found, plan, tensors, metadata, FileWitness(source, base, plan.options),
             device, kernel, kernel_name, dtype, SimulatedJoins(found.layout.tp_size),
+            sha256_of(found.folder / MANIFEST_NAME),
         )  # fmt: skip
         bench.seconds["open"] = time.perf_counter() - start
         yield bench

@@ -13,9 +13,10 @@ import torch
 
 from moelora.slicing.plan import PlannedModule, ShardPlan
 from moelora.slicing.read import ShardSet
-from moelora.validate.drive import Drive, ExpertDrive, make_drive
+from moelora.validate.drive import Drive, ExpertDrive
 from moelora.validate.file_witness import FileWitness
 from moelora.validate.joins import Joins
+from moelora.validate.make_drive import make_drive
 from moelora.validate.mixed_batch import MixedBatch
 from moelora.validate.rank_model import MoeLora, RankLora, rank_lora
 from moelora.validate.report import Finding, VerifyReport
@@ -109,13 +110,12 @@ def run_module(
         # the shards do not fit the base: a result of this check, not the end of it
         result.problem = f"cannot be computed: {error}"
         return result
-    wanted = {unit: drive.wanted(unit) for unit in drive.units}
-    result.sizes = {unit: float(delta.norm()) for unit, delta in wanted.items()}
-    scale = max(result.sizes.values())
-    for unit, delta in wanted.items():
-        difference = float((drive.rows_of(total, unit).double() - delta).norm())
-        # NaN: something was not written
+    differences, sizes = drive.compare(total)
+    result.sizes = dict(zip(drive.units, sizes, strict=True))
+    scale = max(sizes)
+    for unit, difference in zip(drive.units, differences, strict=True):
         relative = difference / (result.sizes[unit] or scale or 1.0)
+        # NaN: something was not written
         result.errors[unit] = math.inf if math.isnan(relative) else relative
     if batch.leaks:
         result.problem = batch.leaks[0]

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-
-TOPK = (torch.topk, torch.Tensor.topk)
 
 
-class Choices(TorchFunctionMode):
+class Choices:
     """Records the indices of every ``topk`` in its block; with ``replay`` it imposes another's.
 
     taken: the indices, in call order. flipped, total: with ``replay``, choices (sets of one row)
@@ -26,22 +23,24 @@ class Choices(TorchFunctionMode):
     """
 
     def __init__(self, replay: Choices | None = None) -> None:
-        super().__init__()
         self.replay = replay
         self.taken: list[torch.Tensor] = []
         self.flipped, self.total = 0, 0
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in TOPK:
-            return func(*args, **kwargs)
-        own = func(*args, **kwargs)
+    def __enter__(self) -> Self:
+        # The two functions themselves: a TorchFunctionMode would slow every call of the pass.
+        self._function, self._method = torch.topk, torch.Tensor.topk
+        function, method = self._function, self._method
+        torch.topk = lambda *args, **kwargs: self._choose(function, args, kwargs)
+        torch.Tensor.topk = lambda *args, **kwargs: self._choose(method, args, kwargs)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.topk = self._function
+        torch.Tensor.topk = self._method  # type: ignore[method-assign]
+
+    def _choose(self, topk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = topk(*args, **kwargs)
         if self.replay is None:
             self.taken.append(own.indices)
             return own

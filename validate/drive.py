@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,11 +25,7 @@ from moelora.validate.rank_model import (
     base_ranges,
     linear_delta,
     pick,
-    served_ids,
 )
-from moelora.validate.sharded_model import replica
-
-ROWS = 16  # inputs of a plain module
 
 
 class Drive(Protocol):
@@ -55,6 +51,10 @@ class Drive(Protocol):
         """Return the delta of one unit, all ranks together."""
         ...
 
+    def compare(self, total: torch.Tensor) -> tuple[list[float], list[float]]:
+        """Return, per unit, the norm of what is off in the joined output, and of the delta."""
+        ...
+
     def wanted_of(self, unit: int, rank: int) -> torch.Tensor:
         """Return what one rank's own output for a unit should be."""
         ...
@@ -66,7 +66,7 @@ class Drive(Protocol):
 
 @dataclass
 class PlainDrive:
-    """A linear or embedding module. ``x``: inputs ``(ROWS, in)``, or token ids."""
+    """A linear or embedding module. ``x``: inputs ``(n, in)``, or token ids."""
 
     planned: PlannedModule
     plan: ShardPlan
@@ -101,6 +101,13 @@ class PlainDrive:
         if self.planned.module.base.kind == "embedding":
             return F.embedding(self.x, self.a.T) @ self.b.T * self.scaling
         return self.x.double() @ self.a.T @ self.b.T * self.scaling
+
+    def compare(self, total: torch.Tensor) -> tuple[list[float], list[float]]:
+        wanted = self.wanted(0)
+        copies = total if total.dim() > wanted.dim() else total[None]  # replicated: one per rank
+        return [max(float((one.double() - wanted).norm()) for one in copies)], [
+            float(wanted.norm())
+        ]
 
     def wanted_of(self, unit: int, rank: int) -> torch.Tensor:
         role = self.planned.placement.role
@@ -140,7 +147,8 @@ class ExpertDrive:
     x: torch.Tensor
     topk_ids: torch.Tensor
     served: list[torch.Tensor]  # per rank: global ids, -1 where another rank serves the pair
-    known: dict[int, torch.Tensor] = field(default_factory=dict)
+    places: tuple[torch.Tensor, torch.Tensor]  # (token, k) of each expert's pairs, (E, n) each
+    known: torch.Tensor  # (E, n, out): the deltas that should come out
 
     @property
     def units(self) -> Sequence[int]:
@@ -181,12 +189,13 @@ class ExpertDrive:
         return pairs[self.topk_ids == unit].double()
 
     def wanted(self, unit: int) -> torch.Tensor:
-        if unit not in self.known:
-            rows = self.witness.expert(self.planned.module.base, unit, self.inputs_of(unit))
-            if rows is None:
-                raise LookupError(self.planned.path)
-            self.known[unit] = rows
         return self.known[unit]
+
+    def compare(self, total: torch.Tensor) -> tuple[list[float], list[float]]:
+        difference = total[self.places].double() - self.known
+        return difference.flatten(1).norm(dim=1).tolist(), self.known.flatten(1).norm(
+            dim=1
+        ).tolist()
 
     def wanted_of(self, unit: int, rank: int) -> torch.Tensor:
         found = self._part(self.planned.module.base, unit, unit, rank)
@@ -239,56 +248,3 @@ class ExpertDrive:
     def driven(self, rank: int) -> set[int]:
         """Return the experts that a rank serves at least one token for."""
         return set(self.served[rank][self.served[rank] >= 0].unique().tolist())
-
-
-def make_drive(
-    planned: PlannedModule,
-    plan: ShardPlan,
-    witness: FileWitness,
-    joins: Joins,
-    device: str,
-    generator: torch.Generator,
-) -> Drive | None:
-    """Return a module's drive; None where the witness does not know the file's layout."""
-    if planned.module.is_expert:
-        return _expert_drive(planned, plan, witness, joins, device, generator)
-    found = witness.linear(planned.path)
-    if found is None:
-        return None
-    a, b, scaling = found
-    if planned.module.base.kind == "embedding":
-        x = torch.randint(a.shape[1], (ROWS,), generator=generator)
-    else:
-        x = torch.randn(ROWS, a.shape[1], generator=generator)
-    return PlainDrive(planned, plan, a.to(device), b.to(device), scaling, x.to(device))
-
-
-def _expert_drive(
-    planned: PlannedModule,
-    plan: ShardPlan,
-    witness: FileWitness,
-    joins: Joins,
-    device: str,
-    generator: torch.Generator,
-) -> ExpertDrive | None:
-    num_experts, _, inp = planned.module.base.shape
-    coords = [plan.layout.coords(rank) for rank in joins.tp_ranks]
-    held = [tuple(planned.owned[one.moe_ep_rank]) for one in coords]
-    copies = [
-        tuple(replica(planned.owned, plan.layout, one, e) for e in ids)
-        for one, ids in zip(coords, held, strict=True)
-    ]
-    # token t is served by copy t % count: as many neighbouring tokens as there are copies
-    repeat = max((count for own in copies for _, count in own), default=1)
-    first = torch.arange(num_experts).repeat_interleave(repeat)
-    topk_ids = torch.stack([first, (first + 1) % num_experts], 1)
-    tokens = len(first)
-    shape = (tokens, 2, inp) if planned.placement.role == "routed_down" else (tokens, inp)
-    x = torch.randn(*shape, generator=generator).to(device)
-    served = [
-        served_ids(topk_ids, ids, own, num_experts).to(device)
-        for ids, own in zip(held, copies, strict=True)
-    ]
-    drive = ExpertDrive(planned, plan, witness, x, topk_ids.to(device), served)
-    known = witness.expert(planned.module.base, 0, drive.inputs_of(0))
-    return None if known is None else drive

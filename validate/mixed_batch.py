@@ -32,16 +32,17 @@ class MixedBatch:
         scaling: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """As ``fused_moe_lora`` with one adapter; the first row is run once more, base-only."""
+        """As ``fused_moe_lora`` with one adapter; a row is run once more, base-only."""
         if isinstance(scaling, torch.Tensor):
             scaling = torch.cat([scaling, scaling])
+        row = int((topk_ids >= 0).any(1).int().argmax())  # one that has work, if any has
         whole = torch.cat([output, torch.ones_like(output[:1])])
         self.kernel(
             whole,
-            torch.cat([x, x[:1]]),
+            torch.cat([x, x[row : row + 1]]),
             torch.cat([-lora_a.flip(1), lora_a]),
             torch.cat([lora_b.flip(1), lora_b]),
-            torch.cat([topk_ids, topk_ids[:1]]),
+            torch.cat([topk_ids, topk_ids[row : row + 1]]),
             torch.cat([token_lora_mapping + 1, token_lora_mapping.new_full((1,), -1)]),
             scaling=scaling,
             **options,

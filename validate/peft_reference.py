@@ -7,7 +7,7 @@ adapters, so each of its deltas is compared with the one merged from the file.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from moelora.slicing.plan import PlannedModule, ShardPlan
+from moelora.validate.expert_stacks import stacks_of
 from moelora.validate.file_witness import FileWitness
-from moelora.validate.unsharded import expert_deltas, plain_delta
+from moelora.validate.unsharded import plain_delta
 
 # PEFT computes its deltas in fp32 or in the adapter's own dtype
 LIMITS = {"F64": 1e-4, "F32": 1e-4, "BF16": 2e-2, "F16": 5e-3}
@@ -85,7 +86,8 @@ def _compared(peft_model: nn.Module, plan: ShardPlan, witness: FileWitness) -> P
     layers = lora_layers(peft_model)
     device = next(peft_model.parameters()).device
     for planned in plan.modules:
-        layer = layers.get(planned.path)
+        # JetMoe's expert parameters are called weight, which PEFT leaves out of the name
+        layer = layers.get(planned.path) or layers.get(planned.path.removesuffix(".weight"))
         found = None if layer is None else _delta_of(layer, planned)
         difference, size = _disagreement(found, planned, witness, device)
         if found is None:
@@ -132,20 +134,22 @@ def _disagreement(
 ) -> tuple[float, float]:
     """Return the norm of what differs, and the norm of the file's own delta.
 
-    Expert by expert, since all of a large layer's in float64 take gigabytes.
+    A few experts at a time, since all of a large layer's in float64 take gigabytes.
     """
     base = planned.module.base
+    wanted: Iterable[tuple[int, torch.Tensor]]
     if base.kind == "expert":
-        wanted = expert_deltas(witness, base, device)
+        stacks = stacks_of(witness, base)
+        wanted = () if stacks is None else stacks.deltas(device)
     else:
         one = plain_delta(witness, planned.path, device)
-        wanted = iter([] if one is None else [(0, one)])
+        wanted = [] if one is None else [(0, one[None])]
         found = None if found is None else found[None]
     difference, size = 0.0, 0.0
-    for expert, own in wanted:
+    for first, own in wanted:
         size += float(own.square().sum())
         if found is not None:
-            if found.shape[1:] != own.shape:
+            if found.shape[1:] != own.shape[1:]:
                 return float("inf"), size**0.5
-            difference += float((found[expert].double() - own).square().sum())
+            difference += float((found[first : first + len(own)].double() - own).square().sum())
     return difference**0.5, size**0.5

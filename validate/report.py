@@ -50,6 +50,7 @@ class VerifyReport:
     seconds: dict[str, float] = field(default_factory=dict)
     peak_gpu_bytes: int | None = None
     diagnosis: Diagnosis | None = None
+    manifest_sha256: str = ""
 
     @property
     def verdict(self) -> Literal["pass", "fail", "nothing_checked"]:
@@ -89,6 +90,7 @@ class VerifyReport:
             "shards": self.shards,
             "adapter": self.adapter,
             "base": self.base,
+            "manifest_sha256": self.manifest_sha256,
             "setting": self.setting,
             "checks": [
                 {

@@ -14,20 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from moelora.slicing.base_model import BaseModule
 from moelora.slicing.plan import PlannedModule, ShardPlan
+from moelora.validate.expert_stacks import stacks_of
 from moelora.validate.file_witness import FileWitness
-
-
-def expert_deltas(
-    witness: FileWitness, module: BaseModule, device: torch.device | str
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (expert, delta ``(out, in)`` in float64) for each expert that the witness knows."""
-    unit = torch.eye(module.shape[2], dtype=torch.float64, device=device)
-    for expert in range(module.num_experts):
-        rows = witness.expert(module, expert, unit)
-        if rows is not None:
-            yield expert, rows.T
 
 
 def plain_delta(witness: FileWitness, path: str, device: torch.device | str) -> torch.Tensor | None:
@@ -53,9 +42,13 @@ def merged_weight(
         return (weight.double() + delta).float()
     total = weight.to(torch.float32, copy=True)
     view = total.view(base.num_experts, -1, total.shape[-1]) if base.flat else total
-    for expert, delta in expert_deltas(witness, base, weight.device):
-        own = delta.T if base.transposed else delta
-        view[expert] = (view[expert].double() + own).float()
+    stacks = stacks_of(witness, base)
+    if stacks is None:
+        return total
+    for first, delta in stacks.deltas(weight.device):
+        own = delta.transpose(1, 2) if base.transposed else delta
+        some = view[first : first + len(own)]
+        some.copy_(some.double() + own)
     return total
 
 

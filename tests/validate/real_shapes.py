@@ -20,7 +20,9 @@ def base_config(source: Path, folder: Path, layers: int) -> Path:
     return folder
 
 
-def qwen3_moe_adapter(base: Path, folder: Path, dtype: torch.dtype, seed: int = 3) -> Path:
+def qwen3_moe_adapter(
+    base: Path, folder: Path, dtype: torch.dtype, seed: int = 3, device: str = "cpu"
+) -> Path:
     """Write an adapter on attention and both expert parameters, as PEFT saves it."""
     body = json.loads((base / "config.json").read_text())
     hidden, inner, experts = (
@@ -36,18 +38,18 @@ def qwen3_moe_adapter(base: Path, folder: Path, dtype: torch.dtype, seed: int = 
         "mlp.experts.base_layer": (hidden, 2 * inner, experts),
         "mlp.experts": (inner, hidden, experts),
     }
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(body["num_hidden_layers"]):
         for name, (inp, out, copies) in shapes.items():
             key = f"base_model.model.model.layers.{layer}.{name}"
-            a = torch.randn(R * copies, inp, generator=generator) / inp**0.5
+            a = torch.randn(R * copies, inp, generator=generator, device=device) / inp**0.5
             # half the size of a weight of the random base, so that the adapter is heard
-            b = torch.randn(out, R * copies, generator=generator) * 0.05
-            tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a, b
+            b = torch.randn(out, R * copies, generator=generator, device=device) * 0.05
+            tensors[f"{key}.lora_A.weight"] = a.to("cpu", dtype)
+            tensors[f"{key}.lora_B.weight"] = b.to("cpu", dtype)
     folder.mkdir(parents=True)
-    whole = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
