@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from moelora.slicing.bounded_json import read_json_object, shown
 from moelora.slicing.errors import Fault, InputError
 from moelora.slicing.header import TensorInfo
-from moelora.slicing.source import fetch_adapter
+from moelora.slicing.source import fetch_adapter, local_path, path_kind
 from moelora.slicing.tensor_file import TensorFile
 from moelora.slicing.weights import WEIGHTS_NAME, inside, open_weights
 
@@ -158,12 +159,12 @@ class Adapter:
     @property
     def short_name(self) -> str:
         """The folder's or repository's own name, for default output names."""
-        return Path(self.name_or_path).expanduser().resolve().name or "adapter"
+        return local_path(self.name_or_path).resolve().name or "adapter"
 
-    def file_hashes(self) -> dict[str, str]:
+    def file_hashes(self, stop: threading.Event | None = None) -> dict[str, str]:
         """Return the sha256 of every file of the adapter that moelora reads."""
         hashes = {CONFIG_NAME: hashlib.sha256(self.config.file_bytes).hexdigest()}
-        return hashes | {name: file.sha256() for name, file in sorted(self._files.items())}
+        return hashes | {name: file.sha256(stop) for name, file in sorted(self._files.items())}
 
     def close(self) -> None:
         for file in self.files:
@@ -194,7 +195,7 @@ def read_config(path: Path) -> tuple[LoraConfig, list[Fault]]:
     Raises:
         InputError: missing or not JSON.
     """
-    if not path.is_file():
+    if path_kind(path) is None:
         raise InputError(
             f"{path}: no such file",
             hint="an adapter folder holds adapter_config.json and adapter_model.safetensors",
@@ -229,6 +230,12 @@ _REFUSED = {
     "trainable_token_indices": "trainable tokens change rows of the embedding and would be lost",
     "alora_invocation_tokens": "an activated LoRA (aLoRA) depends on tokens at run time",
     "layer_replication": "layer_replication changes the base model's layers",
+    "arrow_config": "Arrow routes between adapters at run time",
+    "use_bdlora": "block-diagonal LoRA has factors of another shape",
+    "use_qalora": "QA-LoRA pools the input before lora_A",
+    "kasa_config": "KaSA scales inside the product: not plain lora_B times lora_A",
+    "velora_config": "VeLoRA changes what lora_A sees",
+    "monteclora_config": "MonteCLoRA draws its factors at random",
 }
 
 

@@ -7,18 +7,22 @@ with which shapes, is transformers' own answer and not a guess from names.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
+from moelora.slicing.bounded_json import read_json_object
 from moelora.slicing.errors import InputError
 from moelora.slicing.source import fetch_base_config
 
 Kind = Literal["linear", "embedding", "expert", "other"]
-_LAYER = re.compile(r"(.*?\.)?(?:layers|blocks|h)\.(\d+)\.(.+)")
+_LANGUAGE_MODEL = re.compile(
+    r"(?:(?:model|language_model|backbone|transformer|thinker)\.)+"
+    r"((?:layers|blocks)\..+|embed_tokens|embeddings|wte)"
+)
+# Numbers as Python writes them: "layers.00" names no layer, and must not pass for layer 0.
+_LAYER = re.compile(r"(.*?\.)?(?:layers|blocks|h)\.(0|[1-9][0-9]{0,5})\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,25 @@ class BaseModel:
         """Return the expert parameters right under ``container``, in definition order."""
         return list(self._experts.get(container, ()))
 
+    def experts_beside(self, container: str) -> list[BaseModule]:
+        """Return all expert parameters of the MoE that ``container`` is part of.
+
+        The same as ``experts_of``, except where each weight has a module of its own (JetMoe).
+        """
+        own = self.experts_of(container)
+        if not own or not own[0].path.endswith(".weight"):
+            return own
+        around = container.rpartition(".")[0]
+        return [p for c, ps in self._experts.items() if c.rpartition(".")[0] == around for p in ps]
+
+    def routed_experts(self, path: str) -> int:
+        """Return the experts that every parameter of the MoE around ``path`` has.
+
+        LongCat's gate_up_proj has more: its router also chooses identities.
+        """
+        beside = self.experts_beside(path.rpartition(".")[0])
+        return min(param.num_experts for param in beside)
+
     @cached_property
     def _experts(self) -> dict[str, list[BaseModule]]:
         found: dict[str, list[BaseModule]] = {}
@@ -124,6 +147,24 @@ class BaseModel:
         """Every layer number of the language model."""
         return {layer for layers in self._layers.values() for layer in layers}
 
+    def own_prefix(self, path: str) -> str:
+        """Return ``path`` with the prefix that the language model has in this base.
+
+        The same layer is ``model.layers.3``, ``model.language_model.layers.3``,
+        ``language_model.model.layers.3`` or ``backbone.layers.3``, by the model class and the
+        transformers version that an adapter was trained with. Towers have names of their own.
+        """
+        match = _LANGUAGE_MODEL.fullmatch(path)
+        return self._prefix + match[1] if match else path
+
+    @cached_property
+    def _prefix(self) -> str:
+        for module in self.modules.values():
+            match = _LAYER.fullmatch(module.path)
+            if match and module.in_language_model:
+                return match[1] or ""
+        return ""
+
     def layers_with(self, path: str) -> list[int]:
         """Return the layers that have the module (or experts) which ``path`` names in one."""
         return self._layers.get(layer_family(path), [])
@@ -143,16 +184,10 @@ def load_base_model(
     from moelora.slicing.meta_model import build_config, build_meta_model, module_tree
 
     path = fetch_base_config(config_file or name_or_path, revision)
-    raw = path.read_bytes()
-    try:
-        fields = json.loads(raw)
-    except ValueError as error:
-        raise InputError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
-        raise InputError(
-            f"{path}: has no model_type",
-            hint="this is not a transformers config.json; is it the adapter's config?",
-        )
+    hint = "this is not a transformers config.json; is it the adapter's config?"
+    fields, raw = read_json_object(path, hint=hint)
+    if not isinstance(fields.get("model_type"), str):
+        raise InputError(f"{path}: has no model_type", hint=hint)
     config = build_config(fields, str(path))
     return BaseModel(
         name_or_path=name_or_path,

@@ -6,16 +6,19 @@ Sources: SHARD_FORMAT, section "Ranks". SGLang orders the ranks ``ep_major`` and
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from moelora.slicing.bounded_json import read_json_object
 from moelora.slicing.errors import InputError, NotDivisibleError, UsageError
 
 RankOrder = Literal["ep_major", "tp_major"]
 RANK_ORDERS = ("ep_major", "tp_major")
+# A file per rank and a table entry per rank: beyond any deployment, a slip of the keyboard.
+MAX_RANKS = 4096
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,11 @@ class RankCoords:
 
 
 def divisors_near(size: int, wanted: int) -> list[int]:
-    """Return the divisors of ``size`` up to twice ``wanted``: the values that would work."""
-    return [d for d in range(1, min(size, 2 * wanted) + 1) if size % d == 0]
+    """Return the divisors of ``size`` up to twice ``wanted``: the values that would work.
+
+    Only up to ``MAX_RANKS``, as a layout has no more.
+    """
+    return [d for d in range(1, min(size, 2 * wanted, MAX_RANKS) + 1) if size % d == 0]
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class ParallelLayout:
     """The sizes of a deployment. Expert parallelism lives inside tensor parallelism.
 
     Raises:
-        UsageError: a size is not positive, or ``moe_ep_size * moe_dp_size`` does not divide
+        UsageError: a size is not in 1..``MAX_RANKS``, or ``moe_ep_size * moe_dp_size`` does not divide
             ``tp_size``, or ``tp_major`` is combined with ``moe_dp_size > 1``.
     """
 
@@ -53,8 +59,10 @@ class ParallelLayout:
             ("--ep", self.moe_ep_size),
             ("--moe-dp", self.moe_dp_size),
         ):
-            if size < 1:
-                raise UsageError(f"{flag} must be at least 1, got {size}")
+            if type(size) is not int or size < 1:
+                raise UsageError(f"{flag} must be at least 1, got {size!r}")
+            if size > MAX_RANKS:
+                raise UsageError(f"{flag} must be at most {MAX_RANKS} ranks")
         if self.rank_order not in RANK_ORDERS:
             raise UsageError(f"--rank-order must be one of {RANK_ORDERS}, got {self.rank_order!r}")
         if self.tp_size % (self.moe_ep_size * self.moe_dp_size):
@@ -102,22 +110,24 @@ class ExpertPlacement:
     table: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
     allow_uneven: bool = False
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "round_robin", "custom"):
+            raise InputError(
+                f"expert placement {self.kind!r}: expected linear, round_robin or a table"
+            )
+
     @classmethod
     def parse(cls, text: str, *, allow_uneven: bool = False) -> ExpertPlacement:
         """Return the placement that ``--expert-placement`` names: a kind or a JSON file."""
         if text in ("linear", "round_robin"):
             return cls(text, allow_uneven=allow_uneven)
-        path = Path(text)
-        if not path.is_file():
+        hint = 'a file holds {"*": [[0, 1], [2, 3]]}: for every layer one list per EP rank'
+        if not os.path.isfile(text):
             raise UsageError(
-                f"--expert-placement {text}: neither linear, round_robin nor a file",
-                hint='a file holds {"*": [[0, 1], [2, 3]]}: for every layer one list per EP rank',
+                f"--expert-placement {text}: neither linear, round_robin nor a file", hint=hint
             )
-        try:
-            raw = json.loads(path.read_text())
-        except (ValueError, OSError) as error:
-            raise InputError(f"{path}: not readable as JSON: {error}") from error
-        return cls.from_table(raw, where=str(path))
+        raw, _ = read_json_object(Path(text), hint=hint)
+        return cls.from_table(raw, where=text)
 
     @classmethod
     def from_table(cls, raw: Any, *, where: str) -> ExpertPlacement:
@@ -201,13 +211,15 @@ class Cut:
 
     size: rows in the run. units: parts that must stay whole (heads, or single rows).
     replicate: with fewer units than ranks each unit stands on several neighbouring ranks.
-    what: what the units are, for messages.
+    what: what the units are, for messages. is_vocabulary: shared out as SGLang does, in equal
+        runs of the padded vocabulary, of which the last ones may be shorter or empty.
     """
 
     size: int
     units: int
     what: str
     replicate: bool = False
+    is_vocabulary: bool = False
 
 
 def cut_ranges(cuts: tuple[Cut, ...], parts: int, index: int) -> list[tuple[int, int]]:
@@ -218,6 +230,11 @@ def cut_ranges(cuts: tuple[Cut, ...], parts: int, index: int) -> list[tuple[int,
     """
     ranges, offset = [], 0
     for cut in cuts:
+        if cut.is_vocabulary:
+            start, stop = vocabulary_range(cut.size, parts, index)
+            ranges.append((offset + start, offset + stop))
+            offset += cut.size
+            continue
         if parts <= cut.units:
             share = cut.size // parts
             start = offset + index * share
@@ -229,8 +246,23 @@ def cut_ranges(cuts: tuple[Cut, ...], parts: int, index: int) -> list[tuple[int,
     return ranges
 
 
+def vocabulary_range(vocab_size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return the rows of the vocabulary that a rank owns, padding left out.
+
+    The vocabulary is padded to a multiple of 64, or of ``64 * parts`` where that does not
+    divide. Source: SGLang layers/vocab_parallel_embedding.py:271-380.
+    """
+    padded = -(-vocab_size // 64) * 64
+    if padded % parts:
+        padded = -(-vocab_size // (64 * parts)) * 64 * parts
+    share = padded // parts
+    return min(index * share, vocab_size), min((index + 1) * share, vocab_size)
+
+
 def cut_works(cut: Cut, parts: int) -> bool:
     """Return whether a cut can be shared out over ``parts`` ranks."""
+    if cut.is_vocabulary:
+        return True
     if cut.units < 1 or cut.size % cut.units:
         return False
     return cut.units % parts == 0 or (cut.replicate and parts % cut.units == 0)

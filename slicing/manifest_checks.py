@@ -29,6 +29,10 @@ def manifest_faults(
             found += _rank_faults(body, layout)
             if "restore" in body and body["restore"]["sha256"] != restore_hash(body["restore"]):
                 found.append("restore: its sha256 differs: the entries were changed")
+            paths = [module["path"] for module in body["modules"]]
+            found += [
+                f"{path}: listed twice" for path in sorted({p for p in paths if paths.count(p) > 1})
+            ]
             for module in body["modules"]:
                 found += _module_faults(body, module, layout, placement)
         _ = (body["adapter"]["name_or_path"], body["adapter"]["files"].get(CONFIG_NAME))
@@ -80,7 +84,9 @@ def _module_faults(
             yield f"{path}: lora_{letter} has the sharded_dim {dim!r}"
         elif dim is not None and "restore" in body:
             parts = layout.moe_tp_size if routed else layout.tp_size
-            cuts = [Cut(size, units, "", bool(r)) for size, units, r in _cuts(body, path)]
+            cuts = [
+                Cut(size, units, "", *map(bool, flags)) for size, units, *flags in _cuts(body, path)
+            ]
             works = all(_is_size(cut.size) and cut_works(cut, parts) for cut in cuts)
             if not works or sum(cut.size for cut in cuts) != shape[dim]:
                 yield f"{path}: the cuts do not fit lora_{letter} {shape}"
@@ -103,18 +109,23 @@ def _expert_faults(
     if not _is_size(module["num_experts"]):
         yield f"{path}: num_experts is {module['num_experts']!r}"
         return
+    # where a module has more experts than another beside it, the last rank has the surplus
+    routed = body.get("restore", {}).get("routed_experts", {}).get(path, module["num_experts"])
     try:
-        owned = placement.owned(module["num_experts"], layout, layer)
+        owned = placement.owned(routed, layout, layer)
     except MoeloraError as error:
         yield f"{path}: {error.message}"
         return
     for rank, coords in zip(body["ranks"], layout.all_coords(), strict=True):
         ids = rank["expert_ids"]
         ids = ids[str(layer)] if isinstance(ids, dict) else ids
-        if ids != owned[coords.moe_ep_rank]:
+        wanted = owned[coords.moe_ep_rank]
+        if coords.moe_ep_rank == layout.moe_ep_size - 1:
+            wanted = [*wanted, *range(routed, module["num_experts"])]
+        if [i for i in ids if i < module["num_experts"]] != wanted:
             yield (
                 f"tp_rank {coords.tp_rank}: expert_ids {ids} for {path}, expected "
-                f"{owned[coords.moe_ep_rank]} for expert_placement {placement.kind}"
+                f"{wanted} for expert_placement {placement.kind}"
             )
 
 

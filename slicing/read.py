@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelora.slicing.adapter import CONFIG_NAME, sha256_of
+from moelora.slicing.bounded_json import Limits, read_json_object
 from moelora.slicing.errors import Fault, FaultsError, InputError, MoeloraError
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
 from moelora.slicing.manifest import FORMAT, FORMAT_VERSION, MANIFEST_NAME
 from moelora.slicing.manifest_checks import manifest_faults
-from moelora.slicing.write import PART_NAME
+from moelora.slicing.parts import part_files
+from moelora.slicing.source import path_kind
 
 if TYPE_CHECKING:
     import torch
+
+
+# One list per tensor piece: an adapter of 500 000 tensors, the most that is read, has some 5
+# million, in 500 MB.
+LIMITS = Limits(1_000_000_000, 20_000_000)
 
 
 @dataclass(frozen=True)
@@ -36,19 +42,16 @@ class ShardSet:
             FaultsError: the manifest contradicts itself; all faults together.
         """
         folder = Path(folder)
-        path = folder / MANIFEST_NAME
-        if not path.is_file():
-            raise _no_manifest(folder)
-        try:
-            body = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: not readable as JSON: {error}") from error
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
+        path = require_shard_set(folder)
+        body, _ = read_json_object(
+            path, hint="copy the shard set again, or shard the adapter again", limits=LIMITS
+        )
+        if body.get("format") != FORMAT:
             raise InputError(f"{path}: is no moelora manifest (format is not {FORMAT!r})")
-        if body.get("format_version") != FORMAT_VERSION:
+        version = body.get("format_version")
+        if type(version) is not int or version != FORMAT_VERSION:
             raise InputError(
-                f"{path}: format_version {body.get('format_version')!r}, this moelora reads "
-                f"{FORMAT_VERSION}",
+                f"{path}: format_version {version!r}, this moelora reads {FORMAT_VERSION}",
                 hint="use the moelora that wrote it, or shard the adapter again",
             )
         layout, placement = _parallel(body, path)
@@ -78,7 +81,7 @@ class ShardSet:
         from safetensors import SafetensorError, safe_open
 
         path = self.rank_path(tp_rank)
-        if not path.is_file():
+        if path_kind(path) != "file":
             raise InputError(f"{path}: no such file, but {MANIFEST_NAME} lists it")
         try:
             with safe_open(str(path), framework="pt", device=device) as file:
@@ -125,11 +128,28 @@ def load_rank(shards: Path | str, tp_rank: int, device: str = "cpu") -> dict[str
     return opened.load(tp_rank, device)[0]
 
 
+def require_shard_set(folder: Path) -> Path:
+    """Return the path of a folder's manifest. Quick: it is not read.
+
+    Raises:
+        InputError: no such folder, or no manifest in it.
+    """
+    kind = path_kind(folder)
+    if kind is None:
+        raise InputError(
+            f"{folder}: no such folder", hint="name the folder that moelora shard wrote"
+        )
+    path = folder / MANIFEST_NAME
+    if kind != "folder" or path_kind(path) != "file":
+        raise _no_manifest(folder)
+    return path
+
+
 def _no_manifest(folder: Path) -> InputError:
-    if (folder / PART_NAME).is_file():
+    if parts := part_files(folder):
         return InputError(
-            f"{folder}: holds only some ranks ({PART_NAME}), not a shard set",
-            hint="run moelora shard without --ranks",
+            f"{folder}: holds only some ranks ({len(parts)} part files), not a shard set",
+            hint=f"write the other ranks, then: moelora shard --finish {folder}",
         )
     if (folder / CONFIG_NAME).is_file():
         hint = "this looks like an adapter: run moelora shard on it first"
@@ -141,12 +161,11 @@ def _no_manifest(folder: Path) -> InputError:
 def _parallel(body: dict[str, Any], path: Path) -> tuple[ParallelLayout, ExpertPlacement]:
     try:
         parallel = body["parallel"]
-        layout = ParallelLayout(
-            parallel["tp_size"],
-            parallel["moe_ep_size"],
-            parallel["moe_dp_size"],
-            parallel["rank_order"],
-        )
+        sizes = [parallel[name] for name in ("tp_size", "moe_ep_size", "moe_dp_size")]
+        if any(type(size) is not int for size in sizes):  # bool is an int in Python
+            names = "tp_size, moe_ep_size, moe_dp_size"
+            raise TypeError(f"{names} are {sizes}, expected integers")
+        layout = ParallelLayout(*sizes, parallel["rank_order"])
         spec = parallel["expert_placement"]
         if isinstance(spec, str):
             placement = ExpertPlacement(spec, allow_uneven=True)

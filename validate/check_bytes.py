@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from moelora.slicing.adapter import CONFIG_NAME
 from moelora.slicing.errors import Fault, FaultsError, InputError
 from moelora.slicing.join import join_shards
 from moelora.slicing.lora import slices, torch_dtypes
-from moelora.slicing.manifest import file_metadata, plan_body
-from moelora.slicing.plan import DTYPE_FLAGS, ShardPlan
+from moelora.slicing.manifest import MANIFEST_NAME, file_metadata, plan_body
+from moelora.slicing.plan import ShardPlan
 from moelora.slicing.read import ShardSet
 from moelora.validate.report import Finding, VerifyReport
 
@@ -50,24 +51,31 @@ def check_bytes(
     """Add the checks of this lens to the report."""
     damage = [Finding(f.where, f.message) for f in shards.damaged_files()]
     damage += _source_findings(shards, plan)
+    damage += stray_files(shards)
     report.add("bytes", "hashes", damage, f"{shards.layout.tp_size + 1} files, sha256")
     report.add("bytes", "manifest", _manifest_findings(shards, plan), "against the adapter's plan")
     headers = [
-        Finding(shards.rank_path(rank).name, f"header metadata {name}: {meta.get(name)!r}, {want}")
+        finding
         for rank, meta in enumerate(metadata)
-        for name, value in file_metadata(plan, rank).items()
-        if meta.get(name) != value and (want := f"expected {value!r}")
+        for finding in _differences(shards.rank_path(rank).name, file_metadata(plan, rank), meta)
     ]
     report.add("bytes", "headers", headers, "each file says which rank it is for")
     bad = [
-        Finding(name, f"{shards.rank_path(rank).name}: {count} values are NaN or Inf")
+        Finding(name, f"{shards.rank_path(rank).name}: {what}")
         for rank, own in enumerate(tensors)
         for name, tensor in sorted(own.items())
-        if (count := int((~torch.isfinite(tensor)).sum()))
+        if (what := _not_finite(tensor))
     ]
     count = sum(len(own) for own in tensors)
     report.add("bytes", "finite", bad, f"{count} tensors", tensors=count)
     check_reassembled(report, shards, plan, tensors)
+
+
+def _not_finite(tensor: torch.Tensor) -> str:
+    if tensor.dtype not in torch_dtypes().values():
+        return f"dtype {tensor.dtype} holds no LoRA factor"
+    count = int((~torch.isfinite(tensor)).sum())
+    return f"{count} values are NaN or Inf" if count else ""
 
 
 def _source_findings(shards: ShardSet, plan: ShardPlan) -> list[Finding]:
@@ -96,63 +104,103 @@ def _manifest_findings(shards: ShardSet, plan: ShardPlan) -> list[Finding]:
         findings += _differences(entry["path"], entry, other)
     findings += [Finding(path, "is in the shards, but not in the adapter") for path in have]
     for entry, other in zip(wanted["ranks"], found["ranks"], strict=True):
-        findings += _differences(f"tp_rank {entry['tp_rank']}", entry, other)
-    findings += _differences("skipped", {"list": wanted["skipped"]}, {"list": found["skipped"]})
+        findings += _differences(f"tp_rank {entry['tp_rank']}", entry, other, "sha256", "bytes")
+    findings += _differences("parallel", wanted["parallel"], found["parallel"])
+    findings += _differences("adapter", wanted["adapter"], found["adapter"], "files", "revision")
+    for part in ("skipped", "warnings"):
+        findings += _differences("manifest", {part: wanted[part]}, {part: found.get(part)})
+    findings += _restore_findings(wanted["restore"], found.get("restore"))
     config = "config_sha256"
     if wanted["base_model"]["model_type"] != found["base_model"]["model_type"]:
-        findings += _differences("base_model", wanted["base_model"], found["base_model"])
+        findings += _differences("base_model", wanted["base_model"], found["base_model"], config)
     elif wanted["base_model"][config] != found["base_model"][config]:
         message = "the base model's config.json is not the one that the shards were made for"
         findings.append(Finding("base_model", message))
     return findings
 
 
-def _differences(where: str, wanted: dict[str, Any], found: dict[str, Any]) -> list[Finding]:
+def _restore_findings(wanted: dict[str, Any], found: Any) -> list[Finding]:
+    """What ``unshard`` will go by must be what the adapter gives, not only hash to itself."""
+    if not isinstance(found, dict):
+        return []  # a set of another writer: unshard refuses it
+    findings = []
+    for part in sorted({*wanted, *found} - {"sha256"}):
+        if not _same(wanted.get(part), found.get(part)):
+            message = f"restore.{part} is not what the adapter gives: unshard would go wrong"
+            findings.append(Finding("manifest", message))
+    return findings
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two JSON values are written alike: ``1``, ``1.0`` and ``true`` are not."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _differences(
+    where: str, wanted: dict[str, Any], found: dict[str, Any], *ignored: str
+) -> list[Finding]:
+    """Return a finding for each field that differs, is missing, or is not in the plan at all.
+
+    Names of adapter and base may differ: they are where the user keeps them.
+    """
+    names = [n for n in {**wanted, **found} if n not in ("name_or_path", *ignored)]
     return [
-        Finding(where, f"{name} is {found.get(name)!r}, expected {value!r}"[:400])
-        for name, value in wanted.items()
-        if name not in ("name_or_path",) and found.get(name) != value
+        Finding(where, f"{n} is {found.get(n)!r}"[:200] + f", expected {wanted.get(n)!r}"[:200])
+        for n in names
+        if (n in wanted) != (n in found) or not _same(wanted.get(n), found.get(n))
+    ]
+
+
+def stray_files(shards: ShardSet) -> list[Finding]:
+    """Return a finding for each file that is no part of the set: an engine may load it."""
+    listed = {entry["file"] for entry in shards.body["ranks"]} | {CONFIG_NAME, MANIFEST_NAME}
+    return [
+        Finding(path.name, "is not listed in the manifest")
+        for path in sorted(shards.folder.glob("*.safetensors"))
+        if path.name not in listed
     ]
 
 
 def check_reassembled(
     report: VerifyReport, shards: ShardSet, plan: ShardPlan, tensors: RankTensors
 ) -> None:
+    """Join the ranks' tensors and compare them with the adapter's, bit for bit."""
     joined = join_shards(shards, tensors)
     findings = [Finding(fault.where, fault.message) for fault in joined.faults]
     what = f"every (expert, slice) once, over {shards.layout.tp_size} ranks"
     report.add("bytes", "complete", findings, what)
-    dtypes = {str(t.dtype).removeprefix("torch.") for t in joined.tensors.values()}
-    findings, compared, cast = [], 0, False
+    findings, compared = [], 0
     for name, _, _, factor in plan.factors():
         full = joined.tensors.get(name)
         if full is None:
             continue
+        compared += full.numel()
         source = factor.assemble(plan.adapter.read)
-        wanted = torch_dtypes()[factor.dtype]
+        wanted = torch_dtypes()[plan.out_dtype(factor)]
         if full.dtype != wanted:
-            cast = True
-            if str(full.dtype).removeprefix("torch.") not in DTYPE_FLAGS:
-                findings.append(Finding(name, f"dtype {full.dtype}, the adapter has {wanted}"))
-                continue
-            source = source.to(full.dtype)
-        compared += source.numel()
-        if source.shape != full.shape:
+            findings.append(Finding(name, f"dtype {full.dtype}, expected {wanted}"))
+        elif source.shape != full.shape:
             message = f"shape {tuple(full.shape)}, the adapter gives {tuple(source.shape)}"
             findings.append(Finding(name, message))
-        elif not torch.equal(source, full):
+        elif bad := _different_bits(source.to(wanted), full):
             keys = [
                 piece.key
                 for piece in factor.pieces
-                if not torch.equal(source[slices(piece.at)], full[slices(piece.at)])
+                if _different_bits(source[slices(piece.at)].to(wanted), full[slices(piece.at)])
             ]
-            bad = int((source != full).sum())
             message = f"{bad} of {full.numel()} values differ from the adapter's {keys[:3]}"
             findings.append(Finding(name, message))
-    detail = f"{compared} values, bit for bit the adapter's"
-    if cast:
-        detail += f" after the cast to {', '.join(sorted(dtypes))} that was asked for"
+    detail = f"{compared} values against the adapter's, bit for bit"
+    if plan.dtype != "keep":
+        detail += f" after the cast to {plan.dtype} that was asked for"
     if compared:
         report.add("bytes", "reassembled", findings, detail, values=compared)
     else:
         report.not_checked("bytes", "reassembled", "no tensor could be put together")
+
+
+def _different_bits(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Return how many values differ in their bits: +0 and -0 do."""
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[one.element_size()]
+    a, b = one.contiguous().view(integer), other.contiguous().view(integer)
+    return int((a != b).sum())

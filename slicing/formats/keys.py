@@ -21,6 +21,7 @@ class LoraKey:
     path: str
     letter: str
     is_embedding: bool
+    adapter_name: str = ""
 
 
 def parse_key(key: str) -> LoraKey | Fault:
@@ -38,7 +39,8 @@ def parse_key(key: str) -> LoraKey | Fault:
         return Fault("unsupported", key, message)
     if len(rest) > 2 or (len(rest) == 2 and rest[-1] != "weight"):
         return Fault("unknown_key", key, "is no LoRA tensor that moelora knows")
-    return LoraKey(key, match["path"], match["letter"], bool(match["kind"]))
+    name = rest[0] if rest[0] != "weight" else ""
+    return LoraKey(key, match["path"], match["letter"], bool(match["kind"]), name)
 
 
 def _not_lora(key: str) -> Fault:

@@ -50,6 +50,9 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"use_dora": True}, "unsupported", "DoRA"),
     ({"init_lora_weights": "pissa_niter_16"}, "unsupported", "changed the base weights"),
     ({"init_lora_weights": "OLoRA"}, "unsupported", "changed the base weights"),
+    ({"kasa_config": {"beta": 1e-4}}, "unsupported", "KaSA"),
+    ({"use_bdlora": {"nblocks": 2}}, "unsupported", "block-diagonal"),
+    ({"use_qalora": True}, "unsupported", "QA-LoRA"),
     ({"lora_bias": True}, "unsupported", "lora_bias"),
     ({"bias": "all"}, "unsupported", "bias = 'all'"),
     ({"bias": "lora_only"}, "unsupported", "bias = 'lora_only'"),
@@ -88,3 +91,22 @@ def test_configs_that_are_refused(
     assert says in mine[0].message
     # a config without a usable r must not bring made-up faults about ranks with it
     assert found == mine
+
+
+@pytest.mark.parametrize("number", ["00", "0\N{FULLWIDTH DIGIT ZERO}", "\N{FULLWIDTH DIGIT ZERO}"])
+def test_a_layer_number_is_spelled_one_way(number: str, tmp_path: Path) -> None:
+    """``layers.00`` is no module of the model: never skipped as if layer 0 lacked it."""
+    odd = pair(Q.replace("layers.0", f"layers.{number}"), 16, 10)
+    found = faults_of(tmp_path, GOOD | odd)
+    assert {f.code for f in found} == {"absent_in_model"}
+    assert len(found) == 2
+
+
+def test_tensors_of_two_adapters_in_one_file(tmp_path: Path) -> None:
+    tensors = {
+        name.replace(".weight", ".left.weight" if ".lora_A" in name else ".right.weight"): tensor
+        for name, tensor in GOOD.items()
+    }
+    (fault,) = faults_of(tmp_path, tensors)
+    assert fault.code == "two_adapters"
+    assert "'left'" in fault.message
