@@ -180,19 +180,16 @@ def _judge(
         },
     }
     detail = (
-        f"{tokens} tokens against {reference.name}, same routing: {answer.replayed.to_text()}; "
-        f"limit on the mean {limit:.1e}"
+        f"{tokens} tokens against {reference.name}, same routing: mean difference "
+        f"{answer.replayed.mean_abs:.1e}, limit {limit:.1e}"
     )
     if limits.max_kl is not None:
-        detail += f", on the KL {limits.max_kl:g}"
-    if free is not None:
-        detail += (
-            f". Own routing ({answer.flipped} of {answer.choices} choices differ): {free.to_text()}"
-        )
-    detail += (
-        f". Floor (base sharded against not): {reference.floor.to_text()}. "
-        f"Effect ({reference.name} against base): {reference.effect.to_text()}"
-    )
+        detail += f"; mean KL {answer.replayed.kl_mean:.1e}, limit {limits.max_kl:g}"
+    if free is not None and answer.flipped:
+        detail += f"; {answer.flipped} of {answer.choices} routing choices would differ"
+    reached = [bool(flag) for row in reference.reached.values() for flag in row.tolist()]
+    if reached:
+        detail += f"; the tokens reach {sum(reached)} of {len(reached)} adapted experts"
     if outcome == "not_checked":
         hint = "; --dtype float32 lowers the floor" if reference.noise > 1e-4 else ""
         report.not_checked("logits", "logits", wrong[0] + hint, **numbers)

@@ -45,7 +45,15 @@ class Diagnosis:
 
 
 def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    """Return ``0, 8-15``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(words[:8]) + (", ..." if len(words) > 8 else "")
 
 
 def diagnose(deltas: Deltas, results: list[ModuleResult]) -> Diagnosis | None:

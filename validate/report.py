@@ -153,6 +153,7 @@ class VerifyReport:
                 WIDTH,
                 subsequent_indent=" " * 12,
             )
+            lines += _distance_lines(check.numbers)
             lines += _finding_lines(check.findings or check.warnings)
         if self.seconds:
             lines += textwrap.wrap(self._cost(), WIDTH, subsequent_indent="  ")
@@ -166,6 +167,22 @@ class VerifyReport:
         if self.peak_gpu_bytes is not None:
             text += f", peak GPU memory {self.peak_gpu_bytes / 2**30:.1f} GiB"
         return text
+
+
+def _distance_lines(numbers: dict[str, Any]) -> list[str]:
+    """The logits between their two controls, one line each."""
+    rows = [
+        ("sharded against reference", "sharded_against_reference"),
+        ("the same, own routing", "free_running"),
+        ("floor: base, sharded or not", "floor_sharded_base_against_base"),
+        ("effect: adapter against base", "effect_reference_against_base"),
+    ]
+    return [
+        f"            {label:28s}  mean {one['mean_abs']:.1e}  max {one['max_abs']:.1e}  "
+        f"KL {one['kl_mean']:.1e}  top-1 {100 * one['top1']:3.0f} %"
+        for label, key in rows
+        if (one := numbers.get(key))
+    ]
 
 
 def _finding_lines(findings: list[Finding]) -> list[str]:

@@ -31,6 +31,7 @@ table { border-collapse: collapse; width: 100%; } .scroll { overflow-x: auto; }
 th, td { text-align: left; vertical-align: top; padding: 5px 10px 5px 0;
   border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
+td.w { white-space: nowrap; overflow-wrap: normal; }
 td.n { font-variant-numeric: tabular-nums; white-space: nowrap; }
 code { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; }
 .map { border-collapse: separate; border-spacing: 2px; width: auto; }
@@ -101,7 +102,8 @@ def _checks(report: VerifyReport) -> str:
             for one in (check.findings or check.warnings)[:100]
         )
         rows.append(
-            f'<tr><td>{check.lens}</td><td>{escape(check.name)}</td><td class="{kind}">{word}</td>'
+            f'<tr><td class="w">{check.lens}</td><td class="w">{escape(check.name)}</td>'
+            f'<td class="w {kind}">{word}</td>'
             f"<td>{escape(check.detail)}{listed}</td></tr>"
         )
     head = "<tr><th>lens</th><th>check</th><th>outcome</th><th></th></tr>"
