@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,31 @@ MAX_CONFIG_BYTES = 16_000_000
 MAX_CONFIG_CONTAINERS = 100_000
 
 
-def read_json_object(path: Path, *, hint: str = "") -> tuple[dict[str, Any], bytes]:
+@dataclass(frozen=True)
+class Limits:
+    """What a file may hold at most: bytes, and lists and objects."""
+
+    bytes: int = MAX_CONFIG_BYTES
+    containers: int = MAX_CONFIG_CONTAINERS
+
+
+def read_json_object(
+    path: Path, *, hint: str = "", limits: Limits | None = None
+) -> tuple[dict[str, Any], bytes]:
     """Return the object that a JSON file holds, and the file's bytes.
+
+    limits: of a config, where nothing is said.
 
     Raises:
         InputError: too large, too deep, not JSON, not an object, or a key stands twice.
     """
-    raw = read_small_file(path, MAX_CONFIG_BYTES)
+    limits = limits or Limits()
+    raw = read_small_file(path, limits.bytes)
     count = raw.count(b"{") + raw.count(b"[")
-    if count > MAX_CONFIG_CONTAINERS:
+    if count > limits.containers:
         raise InputError(
             f"{path}: not readable as JSON: {count} lists and objects, at most "
-            f"{MAX_CONFIG_CONTAINERS} are allowed",
+            f"{limits.containers} are allowed",
             hint=hint or "this is no config that a library wrote",
         )
     try:
@@ -62,7 +76,9 @@ def read_small_file(path: Path, limit: int) -> bytes:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise InputError(f"{path}: cannot be opened: {error.strerror}") from error
+        raise InputError(
+            f"{path}: cannot be read: {error.strerror}", hint="check the path and its permissions"
+        ) from error
     with open(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):

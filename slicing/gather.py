@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelora.slicing.header import DTYPE_SIZES
-from moelora.slicing.lora import Factor, Piece, torch_dtypes, whole
+from moelora.slicing.lora import Factor, Piece, torch_dtypes
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Bits = npt.NDArray[Any]  # unsigned integers as wide as the values
 
-# Small enough that a window is still in the cache when it is moved on to its place.
-WINDOW_BYTES = 2 << 20
+# Small enough that a window is still in the core's own cache when it is moved to its place.
+WINDOW_BYTES = 256 << 10
 _EXPONENTS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0 << 48}
 
 
@@ -65,43 +65,62 @@ def as_bits(values: torch.Tensor) -> Bits:
     return array.view(f"u{values.element_size()}")
 
 
-def gather(adapter: Adapter, factor: Factor, need: Need) -> Bits:
-    """Return the wanted experts of a factor, as wide as the factor: ``(experts, ...)``.
+class FactorReader:
+    """Reads parts of one factor, again and again, as chunks go through its experts."""
 
-    Equal, where wanted, to ``as_bits(factor.assemble(adapter.read))[experts]``.
-    """
-    place = None
-    if need.experts is not None:
-        place = {expert: row for row, expert in enumerate(need.experts)}
-    shape = (factor.shape[0] if place is None else len(place), *factor.shape[1:])
-    pieces = [_Piece.of(piece, adapter.tensors[piece.key], place) for piece in factor.pieces]
-    pieces = [piece for piece in pieces if piece.wanted]
-    covered = need.ranges is None and sum(piece.numel for piece in pieces) == prod(shape)
-    out: Bits = (np.empty if covered else np.zeros)(shape, bits_type(factor.dtype))
-    for piece in pieces:
-        for run, wanted in piece.rows_needed(need):
-            piece.copy(adapter, factor.dtype, run, wanted, out)
-    return out
+    def __init__(self, adapter: Adapter, factor: Factor) -> None:
+        self._adapter, self._factor = adapter, factor
+        self._of_one: dict[int, list[_Piece]] = {}  # pieces that fill a single expert, by its id
+        self._of_many: list[_Piece] = []
+        for piece in factor.pieces:
+            found = _Piece.of(piece, adapter.tensors[piece.key])
+            start, stop, _ = piece.at[0]
+            if stop - start == 1:
+                self._of_one.setdefault(start, []).append(found)
+            else:
+                self._of_many.append(found)
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether a part of dim 0 can only be had by reading all of some source.
+
+        So it is with PEFT's flat ``lora_B``: the expert is the fastest index of the file.
+        """
+        return any(piece.dim != 0 and len(piece.src[0]) > 1 for piece in self._of_many)
+
+    def gather(self, need: Need) -> Bits:
+        """Return the wanted experts of the factor: ``(experts, ...)``.
+
+        Equal, where wanted, to ``as_bits(factor.assemble(adapter.read))[experts]``.
+        """
+        factor = self._factor
+        everything = range(factor.shape[0])
+        experts = everything if need.experts is None else need.experts
+        fills: list[tuple[_Piece, Runs]] = []
+        for row, expert in enumerate(experts):
+            alone = [(range(1), slice(row, row + 1))]
+            fills += [(piece, alone) for piece in self._of_one.get(expert, ())]
+        if self._of_many:
+            place = {expert: row for row, expert in enumerate(experts)}
+            fills += [(p, runs) for p in self._of_many if (runs := p.runs(place))]
+        shape = (len(experts), *factor.shape[1:])
+        covered = need.ranges is None and sum(p.numel(runs) for p, runs in fills) == prod(shape)
+        out: Bits = (np.empty if covered else np.zeros)(shape, bits_type(factor.dtype))
+        for piece, runs in fills:
+            for window, wanted in piece.rows_needed(need, runs):
+                piece.copy(self._adapter, factor.dtype, window, wanted, out)
+        return out
 
 
-def reads_everything(piece: Piece) -> bool:
-    """Return whether a part of dim 0 can only be had by reading all of the piece's source.
-
-    So it is with PEFT's flat ``lora_B``: the expert is the fastest index of the file.
-    """
-    return len(range(*piece.at[0])) > 1 and piece.permute[0] != _slow_axis(piece)
-
-
-def _slow_axis(piece: Piece) -> int:
-    """Return the axis of the source's view that varies slowest in the file."""
-    return next((axis for axis, size in enumerate(piece.view) if size > 1), 0)
+# runs of experts: their indices in a piece's dim 0, and the rows of the result
+Runs = list[tuple[range, slice]]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece with what of it is wanted. axis: the slowest of the file, dim: the same permuted.
+    """A piece of a factor. axis: of the source's view, the slowest in the file; dim: of the factor.
 
-    wanted: per run of experts, where it stands in ``src[0]`` and in the rows of the result.
+    plain: the values stand in the file as they do in the factor.
     """
 
     info: TensorInfo
@@ -111,43 +130,48 @@ class _Piece:
     at: list[range]
     axis: int
     dim: int
-    wanted: list[tuple[range, slice]]
+    plain: bool
+    row_bytes: int
 
     @classmethod
-    def of(cls, piece: Piece, info: TensorInfo, place: dict[int, int] | None) -> _Piece:
+    def of(cls, piece: Piece, info: TensorInfo) -> _Piece:
+        view, permute = piece.view, piece.permute
+        seen = [view[axis] for axis in permute]
+        src = [range(size) for size in seen]
+        plain = permute == tuple(range(len(view)))
+        if piece.src is not None:
+            src = [range(*one) for one in piece.src]
+            plain = plain and src == [range(size) for size in seen]
         at = [range(*one) for one in piece.at]
-        seen = tuple(piece.view[axis] for axis in piece.permute)
-        src = [range(*one) for one in (piece.src or whole(seen))]
-        if place is None:
-            wanted = [(range(len(src[0])), slice(at[0].start, at[0].stop, at[0].step))]
-        elif len(src[0]) == 1:  # one expert's, or written out for several
-            wanted = [
-                (range(1), slice(row, row + 1)) for e in at[0] if (row := place.get(e, -1)) >= 0
-            ]
-        else:
-            wanted = _runs([(k, place[e]) for k, e in enumerate(at[0]) if e in place])
-        axis = _slow_axis(piece)
-        dim = piece.permute.index(axis)
-        return cls(info, piece.view, piece.permute, src, at, axis, dim, wanted)
+        axis = next((axis for axis, size in enumerate(view) if size > 1), 0)
+        dim = permute.index(axis)
+        row_bytes = prod(view[axis + 1 :]) * DTYPE_SIZES[info.dtype]
+        return cls(info, view, permute, src, at, axis, dim, plain, row_bytes)
 
-    @property
-    def numel(self) -> int:
-        """Values of the factor that the piece fills."""
-        rows = sum(len(range(*rows.indices(rows.stop))) for _, rows in self.wanted)
+    def runs(self, place: dict[int, int]) -> Runs:
+        """Return which of the experts of ``place`` (id to row of the result) the piece fills."""
+        if len(self.src[0]) == 1:  # one for all, written out
+            rows = [place[e] for e in self.at[0] if e in place]
+            return [(range(1), slice(row, row + 1)) for row in rows]
+        return _runs([(k, place[e]) for k, e in enumerate(self.at[0]) if e in place])
+
+    def numel(self, runs: Runs) -> int:
+        """Return how many values of the result the piece fills."""
+        rows = sum(rows.stop - rows.start for _, rows in runs)
         return rows * prod(len(one) for one in self.at[1:])
 
-    def rows_needed(self, need: Need) -> list[tuple[range, list[tuple[range, slice]]]]:
+    def rows_needed(self, need: Need, runs: Runs) -> list[tuple[range, Runs]]:
         """Return the indices along ``dim`` that have to be read, and for which experts."""
         at = self.at[self.dim]
         if self.dim == 0:
-            return [(run, [(run, rows)]) for run, rows in self.wanted]
+            return [(run, [(run, rows)]) for run, rows in runs]
         if need.dim != self.dim or need.ranges is None or at.step != 1:
-            return [(range(len(at)), self.wanted)]
+            return [(range(len(at)), runs)]
         found = []
         for start, stop in need.ranges:
             first, last = max(start, at.start) - at.start, min(stop, at.stop) - at.start
             if first < last:
-                found.append((range(first, last), self.wanted))
+                found.append((range(first, last), runs))
         return found
 
     def copy(
@@ -155,22 +179,20 @@ class _Piece:
         adapter: Adapter,
         dtype: str,
         run: range,
-        wanted: list[tuple[range, slice]],
+        wanted: Runs,
         out: Bits,
     ) -> None:
         """Copy the indices ``run`` along ``dim`` into ``out``, window by window."""
-        row_bytes = prod(self.view[self.axis + 1 :]) * DTYPE_SIZES[self.info.dtype]
         stride = self.src[self.dim].step
-        step = max(1, WINDOW_BYTES // max(1, row_bytes * stride))
+        step = max(1, WINDOW_BYTES // max(1, self.row_bytes * stride))
         for first in range(run.start, run.stop, step):
             window = range(first, min(first + step, run.stop))
-            start = self.src[self.dim][first] * row_bytes
+            start = self.src[self.dim][first] * self.row_bytes
             boxes = [self._boxes(window, one) for one in wanted]
-            if self.info.dtype == dtype and len(boxes) == 1 and self._is_plain:
+            if self.plain and self.info.dtype == dtype and len(boxes) == 1:
                 target = out[boxes[0][1]]
-                if (
-                    target.flags.c_contiguous and target.nbytes == len(window) * row_bytes
-                ):  # the file's bytes as they are
+                if target.flags.c_contiguous and target.nbytes == len(window) * self.row_bytes:
+                    # the file's bytes as they are
                     adapter.read_into(self.info, start, _memory(target))
                     continue
             count = (len(window) - 1) * stride + 1
@@ -180,18 +202,6 @@ class _Piece:
             part = _converted(bits, self.info.dtype, dtype).transpose(self.permute)
             for source, place in boxes:
                 out[place] = part[source]
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether the values stand in the file as they do in the factor."""
-        whole_rows = all(one == range(len(one)) for d, one in enumerate(self.src) if d != self.dim)
-        in_order = self.permute == tuple(range(len(self.permute)))
-        sizes = all(
-            len(one) == size
-            for d, (one, size) in enumerate(zip(self.src, self.view, strict=True))
-            if d > self.dim
-        )
-        return in_order and whole_rows and sizes and self.src[self.dim].step == 1
 
     def _boxes(
         self, window: range, wanted: tuple[range, slice]

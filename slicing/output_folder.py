@@ -3,53 +3,113 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moelora.slicing.errors import OutputError
 
 # What moelora writes: --force must not take a training run's folder along with its adapter.
 _OWN_FILES = re.compile(
-    r"moelora(\.part)?\.json|adapter_config\.json|adapter_model[\w-]*\.safetensors"
+    r"moelora(\.part-\d+-of-\d+)?\.json|adapter_config\.json|adapter_model[\w-]*\.safetensors"
 )
 
 
 @contextmanager
-def whole_folder(target: Path, *, marker: str, force: bool = False) -> Iterator[Path]:
+def whole_folder(
+    target: Path, *, marker: str, force: bool = False, found: list[str] | None = None
+) -> Iterator[Path]:
     """Yield a temporary sibling of ``target``; it becomes ``target`` when the block ends well.
 
     marker: the file by which a folder is known as ours; ``force`` replaces only such folders
-    with no file in them that moelora does not write, and empty ones. On any error nothing is left behind and an old target stays as it was.
+    with no file in them that moelora does not write, and empty ones. On any error nothing is
+    left behind and an old target stays as it was. After a kill the temporary sibling is left,
+    never a target that is not whole; the next run removes it.
+    found: gets a line for each leftover of an earlier run.
 
     Raises:
         OutputError: the target exists, or cannot be written.
     """
     target = Path(os.path.abspath(target))
+    if target.parent.is_dir():
+        clear_leftovers(target, [] if found is None else found)
     check_target(target, marker=marker, force=force)
     made = [p for p in [target.parent, *target.parent.parents] if not p.exists()]
-    temporary: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
-        temporary.chmod(0o777 & ~_umask())
-        yield temporary
-        sync_folder(temporary)
-        check_target(target, marker=marker, force=force)
-        _swap_in(temporary, target)
+        with work_folder(target.parent, f".{target.name}.tmp-") as temporary:
+            temporary.chmod(0o777 & ~_umask())
+            yield temporary
+            sync_folder(temporary)
+            check_target(target, marker=marker, force=force)
+            _swap_in(temporary, target)
         sync_folder(target.parent)
     except OSError as error:
-        raise _output_error(target, error) from error
+        raise output_error(target, error) from error
     finally:
-        if temporary is not None and temporary.exists():
-            shutil.rmtree(temporary, ignore_errors=True)
         if not target.exists():
             for folder in made:
                 _remove_if_empty(folder)
+
+
+@contextmanager
+def work_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield a new folder, locked while it is in use and removed at the end if still there."""
+    for _ in range(10):
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        with suppress(OSError):  # a file system without locks: leftovers cannot be told there
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if folder.exists():  # else another run took it for a leftover before it was locked
+            break
+        os.close(handle)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def clear_leftovers(target: Path, found: list[str]) -> None:
+    """Remove what killed runs left beside ``target``, and put back an old target moved aside.
+
+    Folders of runs that are still going are locked, and stay.
+    """
+    for folder in sorted(target.parent.glob(f".{glob.escape(target.name)}.*-*")):
+        kind = folder.name[len(target.name) + 2 :].partition("-")[0]
+        if kind not in ("tmp", "old") or folder.is_symlink() or not folder.is_dir():
+            continue
+        line = remove_if_dead(folder, target if kind == "old" else None)
+        if line:
+            found.append(line)
+
+
+def remove_if_dead(folder: Path, old_target: Path | None = None) -> str:
+    """Remove a work folder that no run holds; return what was done, "" if it is in use."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if old_target is not None and (folder / "old").is_dir() and not old_target.exists():
+            (folder / "old").rename(old_target)
+            shutil.rmtree(folder, ignore_errors=True)
+            return f"{old_target}: put back; a run that was killed had moved it to {folder.name}"
+        shutil.rmtree(folder)
+        return f"{folder}: removed, the leftover of a run that was killed"
+    except BlockingIOError:
+        return ""
+    except OSError as error:
+        return f"{folder}: left by an earlier run and cannot be removed ({error.strerror})"
+    finally:
+        os.close(handle)
 
 
 def check_target(target: Path, *, marker: str, force: bool) -> None:
@@ -83,15 +143,31 @@ def _swap_in(temporary: Path, target: Path) -> None:
     if not target.exists():
         temporary.rename(target)
         return
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent))
-    target.rename(aside / "old")
-    try:
-        temporary.rename(target)
-    except OSError:
-        (aside / "old").rename(target)
-        raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with work_folder(target.parent, f".{target.name}.old-") as aside:
+        target.rename(aside / "old")
+        try:
+            temporary.rename(target)
+        except OSError:
+            if not target.exists():  # else another run was faster
+                (aside / "old").rename(target)
+            raise
+
+
+def check_space(target: Path, needed: int) -> None:
+    """Refuse to start when the disk has no room for what is to be written.
+
+    Raises:
+        OutputError: less than ``needed`` bytes are free.
+    """
+    target = Path(os.path.abspath(target))
+    place = next(folder for folder in target.parents if folder.exists())
+    usage = shutil.disk_usage(place)
+    if 0 < usage.total and usage.free < needed:
+        raise OutputError(
+            f"{target}: needs {needed} bytes, {usage.free} are free on its disk; nothing was "
+            "written",
+            hint="free some space or name a folder on another disk with -o",
+        )
 
 
 def sync_folder(folder: Path) -> None:
@@ -124,9 +200,13 @@ def _remove_if_empty(folder: Path) -> None:
         return
 
 
-def _output_error(target: Path, error: OSError) -> OutputError:
+def output_error(target: Path, error: OSError) -> OutputError:
     hints = {
         errno.ENOSPC: "free some space or name a folder on another disk with -o",
+        errno.EFBIG: "the file size limit (ulimit -f) is too low for a rank's file",
+        errno.ENOENT: "it or its parent was removed meanwhile: run again",
+        errno.ENOTEMPTY: "another run wrote it meanwhile: name another folder with -o",
+        errno.EEXIST: "another run wrote it meanwhile: name another folder with -o",
         errno.EDQUOT: "free some space or name a folder on another disk with -o",
         errno.EACCES: "name a folder that you may write to with -o",
         errno.EPERM: "name a folder that you may write to with -o",

@@ -1,7 +1,8 @@
 """Move an adapter's values into the rank files: read a chunk, cut it, append it to each file.
 
-Chunks come in the order of the rank files, so that each file is written front to back and its
-hash grows with it. A few chunks are read ahead while others are being written.
+Each thread serves some of the ranks. It goes through their files front to back, so that their
+hashes grow with them, in chunks so small that they are read, cut, hashed and written before they
+leave the core's own cache. That decides the speed: chunks of a few MiB cost three times as much.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import deque
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,25 +24,23 @@ import numpy as np
 from moelora.slicing.errors import Fault
 from moelora.slicing.gather import (
     Bits,
+    FactorReader,
     Need,
     all_finite,
     as_bits,
     as_torch,
-    gather,
-    reads_everything,
 )
 from moelora.slicing.lora import Factor, torch_dtypes
 from moelora.slicing.manifest import file_metadata, rank_file
-from moelora.slicing.plan import DTYPE_BYTES, PlannedModule, ShardPlan, Slice
+from moelora.slicing.plan import DTYPE_BYTES, ShardPlan, Slice
+from moelora.slicing.roles import Ranges
 
 Progress = Callable[[int], None]
 Written = tuple[str, int]  # sha256 and size of a file
 
-# Small chunks stay in the cache from reading to writing.
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 512 << 10
 # Where each chunk has to read all of its source, fewer and larger ones.
 STRIDED_CHUNK_BYTES = 32 << 20
-READ_AHEAD = 2
 MAX_THREADS = 8
 
 
@@ -50,20 +49,20 @@ class Chunk:
     """Some experts of one factor (``need.experts``), for the ranks that own some of them."""
 
     name: str
-    planned: PlannedModule
     factor: Factor
+    reader: FactorReader
     need: Need
     slices: dict[int, Slice]  # by tp_rank
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A chunk, read and cut. parts: each rank's bytes. lost: values too large for the cast."""
+    """A chunk, read and cut. parts: each rank's bytes. lost: the cast made values Inf."""
 
     chunk: Chunk
     parts: dict[int, Bits]
     finite: bool
-    lost: int
+    lost: bool
 
 
 class RankWriter:
@@ -116,10 +115,22 @@ def chunks_of(plan: ShardPlan, ranks: list[int]) -> Iterator[Chunk]:
         dim = planned.placement.sharded_dim(letter)
         ranges = None
         if len(ranks) < plan.layout.tp_size and dim is not None:
-            ranges = sorted({r for one in slices.values() for r in one.ranges})
+            ranges = _joined({r for one in slices.values() for r in one.ranges})
+        reader = FactorReader(plan.adapter, factor)
         for group in _groups(slices):
-            for experts in _batches(factor, group):
-                yield Chunk(name, planned, factor, Need(experts, dim, ranges), group)
+            for experts in _batches(factor, reader, group):
+                yield Chunk(name, factor, reader, Need(experts, dim, ranges), group)
+
+
+def _joined(ranges: set[tuple[int, int]]) -> Ranges:
+    """Return the ranges in order, neighbours made one."""
+    found: Ranges = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
 
 
 def _groups(slices: dict[int, Slice]) -> list[dict[int, Slice]]:
@@ -129,14 +140,15 @@ def _groups(slices: dict[int, Slice]) -> list[dict[int, Slice]]:
     return [{rank: one} for rank, one in slices.items()]  # a custom order of its own
 
 
-def _batches(factor: Factor, group: dict[int, Slice]) -> Iterator[list[int] | None]:
+def _batches(
+    factor: Factor, reader: FactorReader, group: dict[int, Slice]
+) -> Iterator[list[int] | None]:
     lists = [one.expert_ids for one in group.values()]
     if None in lists:
         yield None
         return
     wanted = lists[0] if len(lists) == 1 else sorted({e for ids in lists for e in ids or []})
-    strided = any(reads_everything(piece) for piece in factor.pieces)
-    budget = STRIDED_CHUNK_BYTES if strided else CHUNK_BYTES
+    budget = STRIDED_CHUNK_BYTES if reader.is_strided else CHUNK_BYTES
     each = prod(factor.shape[1:]) * DTYPE_BYTES[factor.dtype]
     count = max(1, budget // max(1, each))
     for first in range(0, len(wanted or []), count):
@@ -145,9 +157,9 @@ def _batches(factor: Factor, group: dict[int, Slice]) -> Iterator[list[int] | No
 
 def cut_chunk(plan: ShardPlan, chunk: Chunk) -> Cut:
     """Read a chunk, check and cast it, and cut each rank's part out of it."""
-    bits = gather(plan.adapter, chunk.factor, chunk.need)
+    bits = chunk.reader.gather(chunk.need)
     finite = all_finite(bits, chunk.factor.dtype)
-    lost = 0
+    lost = False
     if plan.dtype != "keep" and plan.out_dtype(chunk.factor) != chunk.factor.dtype:
         bits, lost = _cast(bits, chunk.factor.dtype, plan.out_dtype(chunk.factor))
     parts: dict[int, Bits] = {}
@@ -161,13 +173,9 @@ def cut_chunk(plan: ShardPlan, chunk: Chunk) -> Cut:
     return Cut(chunk, parts, finite, lost)
 
 
-def _cast(bits: Bits, source: str, target: str) -> tuple[Bits, int]:
-    import torch
-
-    values = as_torch(bits, source)
-    cast = values.to(torch_dtypes()[target])
-    lost = int((torch.isfinite(values) & ~torch.isfinite(cast)).sum())
-    return as_bits(cast), lost
+def _cast(bits: Bits, source: str, target: str) -> tuple[Bits, bool]:
+    cast = as_bits(as_torch(bits, source).to(torch_dtypes()[target]))
+    return cast, all_finite(bits, source) and not all_finite(cast, target)
 
 
 def _rows(experts: list[int] | None, owned: list[int] | None) -> slice | list[int]:
@@ -192,11 +200,24 @@ def _take(bits: Bits, one: Slice, rows: slice | list[int]) -> Bits:
 
 @dataclass
 class Poured:
-    """What came of it: each rank's file, or what is wrong with the values."""
+    """What came of it: each rank's file, or the factors with values that may not be written."""
 
-    files: dict[int, Written]
-    bad: dict[str, Factor]  # factors with NaN or Inf, by tensor name
-    lost: dict[str, int]  # values that a cast would turn into Inf, by tensor name
+    files: dict[int, Written] = field(default_factory=dict)
+    bad: set[str] = field(default_factory=set)  # names: NaN or Inf in the source
+    lost: set[str] = field(default_factory=set)  # names: values that the cast would make Inf
+
+
+class _Shared:
+    """What the threads share: a progress callback for one at a time, and a word to stop."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.stop = threading.Event()
+        self._progress, self._lock = progress, threading.Lock()
+
+    def tell(self, written: int) -> None:
+        if self._progress is not None and written:
+            with self._lock:
+                self._progress(written)
 
 
 def pour(
@@ -205,56 +226,62 @@ def pour(
     """Write the files of ``ranks`` into ``folder``.
 
     With values that may not be written the rest is only looked at, to find all that is wrong.
+    progress: called with the bytes just written, by one thread at a time.
     """
-    threads = max(2, min(MAX_THREADS, os.cpu_count() or 1))
-    result = Poured({}, {}, {})
+    count = min(MAX_THREADS, os.cpu_count() or 1, len(ranks))
+    # Neighbours share a thread: with tensor parallelism they need the same experts.
+    shares = [ranks[n * len(ranks) // count : (n + 1) * len(ranks) // count] for n in range(count)]
+    shared, whole = _Shared(progress), Poured()
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(_pour_share, plan, folder, share, shared) for share in shares]
+        try:
+            wait(futures, return_when="FIRST_EXCEPTION")
+        finally:
+            shared.stop.set()
+        for future in futures:
+            one = future.result()
+            whole.files |= one.files
+            whole.bad |= one.bad
+            whole.lost |= one.lost
+    return whole
+
+
+def _pour_share(plan: ShardPlan, folder: Path, ranks: list[int], shared: _Shared) -> Poured:
+    result = Poured()
     with ExitStack() as stack:
-        writers = []
+        writers: dict[int, RankWriter] = {}
         for rank in ranks:
             path = folder / rank_file(rank, plan.layout.tp_size)
-            writers.append(RankWriter(plan, rank, path))
-            stack.callback(writers[-1].close)
-        pool = stack.enter_context(ThreadPoolExecutor(threads))
-        shares = [writers[n::threads] for n in range(min(threads, len(writers)))]
-        for cut in _ahead(pool, plan, chunks_of(plan, ranks)):
+            writers[rank] = RankWriter(plan, rank, path)
+            stack.callback(writers[rank].close)
+        for chunk in chunks_of(plan, ranks):
+            if shared.stop.is_set():
+                return result
+            cut = cut_chunk(plan, chunk)
             if not cut.finite:
-                result.bad[cut.chunk.name] = cut.chunk.factor
+                result.bad.add(chunk.name)
             if cut.lost:
-                result.lost[cut.chunk.name] = result.lost.get(cut.chunk.name, 0) + cut.lost
+                result.lost.add(chunk.name)
             if result.bad or result.lost:
                 continue
-            for written in pool.map(lambda share, cut=cut: _append(share, cut), shares):
-                if progress is not None:
-                    progress(written)
+            for rank, part in cut.parts.items():
+                if part.size:
+                    writers[rank].put(memoryview(part.reshape(-1).view(np.uint8)))
+            shared.tell(sum(part.nbytes for part in cut.parts.values()))
         if not (result.bad or result.lost):
-            done = list(pool.map(RankWriter.finish, writers))
-            result.files = {w.tp_rank: one for w, one in zip(writers, done, strict=True)}
+            result.files = {rank: writer.finish() for rank, writer in writers.items()}
     return result
 
 
-def _append(writers: list[RankWriter], cut: Cut) -> int:
-    written = 0
-    for writer in writers:
-        part = cut.parts.get(writer.tp_rank)
-        if part is not None and part.size:
-            writer.put(memoryview(part.reshape(-1).view(np.uint8)))
-            written += part.nbytes
-    return written
+def too_large(plan: ShardPlan, name: str, factor: Factor) -> Fault:
+    """Return the fault that a cast would turn values of a factor into Inf: how many."""
+    import torch
 
-
-def _ahead(pool: ThreadPoolExecutor, plan: ShardPlan, chunks: Iterator[Chunk]) -> Iterator[Cut]:
-    """Yield the chunks in order, read and cut; the next few are being read meanwhile."""
-    waiting: deque[Future[Cut]] = deque()
-    try:
-        for chunk in chunks:
-            waiting.append(pool.submit(cut_chunk, plan, chunk))
-            if len(waiting) > READ_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
+    values = factor.assemble(plan.adapter.read)
+    cast = values.to(torch_dtypes()[plan.out_dtype(factor)])
+    lost = int((torch.isfinite(values) & ~torch.isfinite(cast)).sum())
+    message = f"{lost} values are too large for --dtype {plan.dtype}; use bfloat16 or keep"
+    return Fault("overflow", name, message)
 
 
 def not_finite(plan: ShardPlan, factor: Factor) -> list[Fault]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
+from typing import Literal
 
 from moelora.slicing.errors import InputError
 
@@ -18,15 +20,9 @@ def fetch_adapter(name_or_path: str, revision: str | None = None) -> Path:
     Raises:
         InputError: neither a folder nor a Hub id that can be reached.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    path = local_adapter(name_or_path)
+    if path is not None:
         return path
-    if path.exists():
-        raise InputError(
-            f"{name_or_path}: is a file, not an adapter folder",
-            hint="name the folder that holds adapter_config.json",
-        )
-    _require_hub_id(name_or_path, "adapter")
     from huggingface_hub import snapshot_download
 
     try:
@@ -38,23 +34,43 @@ def fetch_adapter(name_or_path: str, revision: str | None = None) -> Path:
     return Path(folder)
 
 
+def local_adapter(name_or_path: str) -> Path | None:
+    """Return the folder of an adapter, None for a Hub id. Quick: nothing is fetched.
+
+    Raises:
+        InputError: neither a folder nor a Hub id.
+    """
+    path = local_path(name_or_path)
+    kind = path_kind(path)
+    if kind == "folder":
+        return path
+    if kind is not None:
+        raise InputError(
+            f"{name_or_path}: is a file, not an adapter folder",
+            hint="name the folder that holds adapter_config.json",
+        )
+    _require_hub_id(name_or_path, "adapter")
+    return None
+
+
 def fetch_base_config(name_or_path: str, revision: str | None = None) -> Path:
     """Return the local path of a base model's ``config.json``; from the Hub only that file.
 
     Raises:
         InputError: no such folder, or a Hub id that cannot be reached.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    path = local_path(name_or_path)
+    kind = path_kind(path)
+    if kind == "folder":
         config = path / "config.json"
-        if not config.is_file():
+        if path_kind(config) is None:
             raise InputError(
                 f"{name_or_path}: has no config.json",
                 hint="--base names a folder or Hub id of the base model; "
                 "--base-config names its config.json alone",
             )
         return config
-    if path.is_file():
+    if kind is not None:
         return path
     _require_hub_id(name_or_path, "base model")
     from huggingface_hub import hf_hub_download
@@ -71,8 +87,8 @@ def fetch_base_weights(name_or_path: str, revision: str | None = None) -> Path:
     Raises:
         InputError: no such folder, no weights in it, or a Hub id that cannot be reached.
     """
-    path = Path(name_or_path).expanduser()
-    if not path.is_dir():
+    path = local_path(name_or_path)
+    if path_kind(path) != "folder":
         _require_hub_id(name_or_path, "base model")
         from huggingface_hub import snapshot_download
 
@@ -91,6 +107,38 @@ def fetch_base_weights(name_or_path: str, revision: str | None = None) -> Path:
             "on random weights of the same shape",
         )
     return path
+
+
+def local_path(name_or_path: str) -> Path:
+    """Return the path that a user typed, ``~`` expanded.
+
+    Raises:
+        InputError: ``~name`` of a user that this machine does not know.
+    """
+    try:
+        return Path(name_or_path).expanduser()
+    except RuntimeError as error:
+        raise InputError(
+            f"{name_or_path}: no such user", hint="./~name is a folder whose name starts with ~"
+        ) from error
+
+
+def path_kind(path: Path) -> Literal["folder", "file"] | None:
+    """Return what stands at a path: a folder, or anything else; None for nothing.
+
+    Raises:
+        InputError: that cannot be told: no permission, or a name that no disk can hold.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        why = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"{path}: cannot be read: {why}", hint="check the path and its permissions"
+        ) from error
+    return "folder" if stat.S_ISDIR(mode) else "file"
 
 
 def _require_hub_id(name: str, what: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import threading
 from pathlib import Path
 
 from moelora.slicing.errors import InputError
 from moelora.slicing.header import HeaderError, TensorInfo, header_length, parse_header
 
-HASH_BLOCK = 4 << 20
+HASH_BLOCK = 512 << 10  # stays in the core's own cache
 SAMPLES, SAMPLE_BYTES = 1024, 4096
 
 
@@ -72,7 +73,13 @@ class TensorFile:
         """
         done = 0
         while done < len(buffer):
-            count = os.preadv(self._handle, [buffer[done:]], start + done)
+            try:
+                count = os.preadv(self._handle, [buffer[done:]], start + done)
+            except OSError as error:
+                raise InputError(
+                    f"{self._where}: cannot be read at byte {start + done}: {error.strerror}",
+                    hint="the disk or the network failed: copy the file elsewhere and run again",
+                ) from error
             if count == 0:
                 raise self._changed(f"it ends at byte {start + done}")
             done += count
@@ -81,10 +88,12 @@ class TensorFile:
         """Fill ``buffer`` with a tensor's bytes from its own byte ``begin``."""
         self.read_into(buffer, info.start + begin)
 
-    def sha256(self) -> str:
-        """Return the sha256 of the whole file, read front to back."""
+    def sha256(self, stop: threading.Event | None = None) -> str:
+        """Return the sha256 of the whole file, read front to back; "" when told to stop."""
         digest, buffer = hashlib.sha256(), memoryview(bytearray(HASH_BLOCK))
         for start in range(0, self.size, HASH_BLOCK):
+            if stop is not None and stop.is_set():
+                return ""
             block = buffer[: min(HASH_BLOCK, self.size - start)]
             self.read_into(block, start)
             digest.update(block)

@@ -69,6 +69,12 @@ def _open_single(folder: Path) -> TensorFile:
         return TensorFile(inside(folder, WEIGHTS_NAME))
     if (folder / BIN_NAME).exists():
         return BinFile(inside(folder, BIN_NAME))
+    if (folder / "moelora.json").exists():
+        raise InputError(
+            f"{folder}: is a shard set of moelora, not an adapter",
+            hint=f"moelora verify {folder} checks it, moelora unshard {folder} -o DIR makes the "
+            "adapter again",
+        )
     others = sorted(shown(p.name) for p in folder.iterdir())
     raise InputError(
         f"{folder / WEIGHTS_NAME}: no such file; the folder holds {', '.join(others[:12])}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +13,10 @@ from typing import Any
 from moelora.slicing.adapter import CONFIG_NAME
 from moelora.slicing.errors import Fault, FaultsError
 from moelora.slicing.manifest import MANIFEST_NAME, plan_body
-from moelora.slicing.output_folder import whole_folder, write_synced
+from moelora.slicing.output_folder import check_space, whole_folder, write_synced
 from moelora.slicing.plan import ShardPlan
 from moelora.slicing.plan_text import human_bytes
-from moelora.slicing.pour import Progress, Written, not_finite, pour
+from moelora.slicing.pour import Progress, Written, not_finite, pour, too_large
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,10 @@ class WriteReport:
         lines = [f"{self.out}: {len(self.ranks)} rank files, {total}"]
         lines += [f"  {rank['file']}  {human_bytes(rank['bytes'])}" for rank in self.ranks]
         if self.partial:
-            lines.append("  only some ranks: this is not a shard set yet")
+            lines.append(
+                "  only some ranks: this is not a shard set yet; when all are written, join them "
+                f"with: moelora shard --finish {shlex.quote(str(self.out))}"
+            )
         return "\n".join(lines)
 
 
@@ -53,37 +58,63 @@ def write_shards(
 ) -> WriteReport:
     """Write the shard set of a plan to ``out_dir``, which appears whole or not at all.
 
-    ranks: write only these ranks' files, with ``moelora.part.json`` in place of the manifest.
+    ranks: write only these ranks' files, each with its ``moelora.part-….json``, into a folder
+        that other runs may share; ``finish_parts`` makes a shard set of it.
     progress: called with the number of bytes just written.
 
     Raises:
         FaultsError: values that are not finite, in any tensor; all are listed.
+        InputError: the adapter was changed while it was being read.
         OutputError: the target exists or cannot be written.
     """
-    wanted = list(range(plan.layout.tp_size)) if ranks is None else ranks
-    partial = len(wanted) < plan.layout.tp_size
-    marker = PART_NAME if partial else MANIFEST_NAME
+    from moelora.slicing.parts import write_parts
+
+    if ranks is not None and len(ranks) < plan.layout.tp_size:
+        return write_parts(plan, out_dir, ranks, force=force, progress=progress)
+    every, found, stop = list(range(plan.layout.tp_size)), [], threading.Event()
+    check_space(out_dir, plan.total_bytes())
     with (
-        whole_folder(out_dir, marker=marker, force=force) as folder,
+        whole_folder(out_dir, marker=MANIFEST_NAME, force=force, found=found) as folder,
         ThreadPoolExecutor(1) as beside,
     ):
         # The source is hashed front to back meanwhile, which also brings it into the cache.
-        source = beside.submit(plan.adapter.file_hashes)
-        hashes = _write_ranks(plan, folder, wanted, progress)
-        write_synced(folder / CONFIG_NAME, plan.adapter.config.file_bytes)
-        body = plan_body(plan)
-        body["adapter"]["files"] = source.result()
+        source = beside.submit(plan.adapter.file_hashes, stop)
+        try:
+            body = write_ranks(plan, folder, every, progress)
+            body["adapter"]["files"] = source.result()
+        finally:
+            stop.set()
         plan.adapter.check_unchanged()
-        body["ranks"] = [
-            {**entry, "sha256": hashes[entry["tp_rank"]][0], "bytes": hashes[entry["tp_rank"]][1]}
-            for entry in body["ranks"]
-            if entry["tp_rank"] in hashes
-        ]
-        write_synced(folder / marker, to_bytes(body))
-    return WriteReport(out_dir, body["ranks"], plan.warnings, partial)
+        write_synced(folder / MANIFEST_NAME, to_bytes(body))
+        check_written(folder, body["ranks"])
+    return WriteReport(out_dir, body["ranks"], [*plan.warnings, *found], partial=False)
 
 
-PART_NAME = "moelora.part.json"
+def write_ranks(
+    plan: ShardPlan, folder: Path, ranks: list[int], progress: Progress | None
+) -> dict[str, Any]:
+    """Write the files of ``ranks`` and the config; return the manifest with their entries."""
+    hashes = _pour_or_raise(plan, folder, ranks, progress)
+    write_synced(folder / CONFIG_NAME, plan.adapter.config.file_bytes)
+    body = plan_body(plan)
+    body["ranks"] = [
+        {**entry, "sha256": hashes[entry["tp_rank"]][0], "bytes": hashes[entry["tp_rank"]][1]}
+        for entry in body["ranks"]
+        if entry["tp_rank"] in hashes
+    ]
+    return body
+
+
+def check_written(folder: Path, entries: list[dict[str, Any]]) -> None:
+    """Check that the rank files are still there: someone may have cleaned up around us.
+
+    Raises:
+        OSError: a file is gone or has another size.
+    """
+    for entry in entries:
+        size = (folder / entry["file"]).stat().st_size
+        if size != entry["bytes"]:
+            raise OSError(f"{entry['file']} has {size} bytes, {entry['bytes']} were written")
 
 
 def to_bytes(body: dict[str, Any]) -> bytes:
@@ -98,7 +129,7 @@ _HINTS = {
 }
 
 
-def _write_ranks(
+def _pour_or_raise(
     plan: ShardPlan, folder: Path, wanted: list[int], progress: Progress | None
 ) -> dict[int, Written]:
     poured = pour(plan, folder, wanted, progress)
@@ -107,9 +138,7 @@ def _write_ranks(
         if name in poured.bad:
             faults += not_finite(plan, factor)
         if name in poured.lost:
-            lost = poured.lost[name]
-            message = f"{lost} values are too large for --dtype {plan.dtype}; use bfloat16 or keep"
-            faults.append(Fault("overflow", name, message))
+            faults.append(too_large(plan, name, factor))
     if faults:
         raise FaultsError(plan.adapter.name_or_path, faults, hint=_HINTS[faults[0].code])
     return poured.files

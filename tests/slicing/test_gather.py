@@ -13,7 +13,7 @@ from made_adapters import Tiny, write_adapter
 
 from moelora.slicing import gather as gather_module
 from moelora.slicing.adapter import Adapter
-from moelora.slicing.gather import Need, as_bits, gather
+from moelora.slicing.gather import Bits, FactorReader, Need, as_bits
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
 from moelora.slicing.lora import Factor, Piece
 from moelora.slicing.manifest import file_metadata
@@ -21,6 +21,12 @@ from moelora.slicing.roles import take
 from moelora.slicing.write import write_shards
 
 E, ROWS, COLS = 6, 5, 4
+
+
+def gather(adapter: Adapter, factor: Factor, need: Need) -> Bits:
+    return FactorReader(adapter, factor).gather(need)
+
+
 SOURCES = {  # view, permute, at, src of a piece that fills (E, ROWS, COLS) or a part of it
     "experts slowest": ((E, ROWS, COLS), (0, 1, 2), ((0, E, 1), (0, ROWS, 1), (0, COLS, 1)), None),
     "experts fastest": ((ROWS, COLS, E), (2, 0, 1), ((0, E, 1), (0, ROWS, 1), (0, COLS, 1)), None),
