@@ -14,6 +14,7 @@ from moelora.slicing.formats import read_modules
 from moelora.slicing.formats.reading import shorten
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
 from moelora.slicing.lora import LoraModule
+from moelora.slicing.options import PlanOptions
 from moelora.slicing.plan import DTYPE_BYTES, PlannedModule, absent_layers, nothing_found
 from moelora.slicing.plan_text import human_bytes
 from moelora.slicing.roles import place
@@ -108,7 +109,9 @@ class InspectReport:
         return "\n".join(lines)
 
 
-def inspect_adapter(adapter: Adapter, base: BaseModel | None) -> InspectReport:
+def inspect_adapter(
+    adapter: Adapter, base: BaseModel | None, options: PlanOptions | None = None
+) -> InspectReport:
     """Look at an adapter's config and headers; the values are not read.
 
     base: the base model, or None to report only what the keys themselves say.
@@ -120,14 +123,14 @@ def inspect_adapter(adapter: Adapter, base: BaseModel | None) -> InspectReport:
     if base is None:
         _from_keys(report)
         return report
-    reading = read_modules(adapter, base)
+    reading = read_modules(adapter, base, options)
     report.faults = list(reading.faults)
     report.warnings = list(reading.warnings)
     planned = []
     one = ParallelLayout(1)
     groups: dict[tuple[str, str], list[LoraModule]] = {}
     for module in reading.modules:
-        placement = place(module.base, base, reading.family)
+        placement = place(module.base, base, reading.family, options)
         if isinstance(placement, Fault):
             report.faults.append(placement)
             continue
@@ -186,19 +189,17 @@ def _covered(modules: list[LoraModule]) -> str:
 
 
 def _from_keys(report: InspectReport) -> None:
-    from moelora.slicing.formats import EXPERT_KEY, parse_key
-    from moelora.slicing.formats.target_parameters import CONTAINER
+    from moelora.slicing.formats import parse_key
+    from moelora.slicing.formats.expert_keys import expert_place
 
     report.faults = list(report.adapter.faults)
     found = set()
-    for name in sorted(report.adapter.tensors):
+    names = {"wrapper": "target_parameters", "indexed": "per_expert", "beside": "scattermoe"}
+    for name, info in sorted(report.adapter.tensors.items()):
         key = parse_key(name)
         if isinstance(key, Fault):
             report.faults.append(key)
-        elif EXPERT_KEY.fullmatch(key.path):
-            found.add("per_expert")
-        elif CONTAINER.fullmatch(key.path):
-            found.add("target_parameters")
-        else:
-            found.add("linear")
+            continue
+        place = expert_place(key.path, len(info.shape))
+        found.add("linear" if place is None else names.get(place.form, place.form))
     report.formats = sorted(found)

@@ -67,7 +67,8 @@ def manifest_experts(shards: ShardSet, entry: dict[str, Any], tp_rank: int) -> l
     ids = shards.body["ranks"][tp_rank]["expert_ids"]
     if isinstance(ids, dict):
         ids = ids[str(layer_number(entry["path"]))]
-    return [int(i) for i in ids]
+    # a rank lists the experts of the module that has most; others have a row for those they have
+    return [int(i) for i in ids if i < entry["num_experts"]]
 
 
 def _join_one(
@@ -82,7 +83,10 @@ def _join_one(
 
     shape = tuple(entry[f"lora_{letter}"]["shape"])
     dim = entry[f"lora_{letter}"]["sharded_dim"]
-    cuts = tuple(Cut(s, u, "", r) for s, u, r in shards.body["restore"]["cuts"][entry["path"]])
+    cuts = tuple(
+        Cut(size, units, "", *flags)
+        for size, units, *flags in shards.body["restore"]["cuts"][entry["path"]]
+    )
     placement = Placement(entry["role"], "", cuts)
     has_experts = placement.is_routed and entry.get("shared_factor") != letter
     full: torch.Tensor | None = None

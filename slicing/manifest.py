@@ -84,11 +84,12 @@ def plan_body(plan: ShardPlan) -> dict[str, Any]:
 
 def _rank(plan: ShardPlan, tp_rank: int) -> dict[str, Any]:
     coords = plan.layout.coords(tp_rank)
-    per_layer = {
-        str(planned.module.base.layer): planned.owned[coords.moe_ep_rank]
-        for planned in plan.modules
-        if planned.module.is_expert
-    }
+    per_layer: dict[str, list[int]] = {}
+    for planned in plan.modules:
+        if planned.module.is_expert:
+            own = planned.owned[coords.moe_ep_rank]
+            layer = str(planned.module.base.layer)
+            per_layer[layer] = max(per_layer.get(layer, []), own, key=len)
     lists = list(per_layer.values())
     same = all(ids == lists[0] for ids in lists)
     return {
@@ -141,13 +142,26 @@ def restore_entries(plan: ShardPlan) -> dict[str, Any]:
     their key holds ``{e}`` and ``experts`` lists the ids.
     """
     cuts = {
-        planned.path: [[c.size, c.units, c.replicate] for c in planned.placement.cuts]
+        planned.path: [
+            [c.size, c.units, c.replicate, *([True] if c.is_vocabulary else [])]
+            for c in planned.placement.cuts
+        ]
         for planned in plan.modules
     }
     rows: list[dict[str, Any]] = []
     for name, _, _, factor in plan.factors():
         rows.extend(_restore_rows(plan, name, factor))
-    entries = {"cuts": cuts, "dtype": plan.dtype, "tensors": rows}
+    entries: dict[str, Any] = {"cuts": cuts, "dtype": plan.dtype, "tensors": rows}
+    routed = {p.path: plan.base.routed_experts(p.path) for p in plan.modules if p.module.is_expert}
+    surplus = {
+        p.path: routed[p.path]
+        for p in plan.modules
+        if p.path in routed and p.module.base.num_experts > routed[p.path]
+    }
+    if surplus:
+        entries["routed_experts"] = surplus
+    if stated := plan.options.to_json():
+        entries["options"] = stated
     return {**entries, "sha256": restore_hash(entries)}
 
 
@@ -192,4 +206,6 @@ def _expert_of(piece: Piece) -> int | None:
 def _mask(key: str, expert: int) -> str | None:
     """Return the key with its expert number as ``{e}``; None where it has none."""
     masked, count = re.subn(rf"(?<=experts\.){expert}(?=\.)", "{e}", key)
+    if not count:  # the index stands behind the projection: experts.gate_up_projs.3
+        masked, count = re.subn(rf"(\.experts\.\w+)\.{expert}(?=\.)", r"\1.{e}", key)
     return masked if count == 1 else None

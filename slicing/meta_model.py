@@ -27,7 +27,7 @@ def build_config(fields: dict[str, Any], where: str) -> Any:
     from transformers import AutoConfig
 
     # auto_map names remote code, which is never run: the model type decides.
-    known = {k: v for k, v in fields.items() if k not in ("auto_map", "model_type")}
+    known = {k: _floats(v) for k, v in fields.items() if k not in ("auto_map", "model_type")}
     model_type = fields["model_type"]
     try:
         return AutoConfig.for_model(SAME_MODEL.get(model_type, model_type), **known)
@@ -38,6 +38,15 @@ def build_config(fields: dict[str, Any], where: str) -> Any:
             hint="moelora places modules by transformers' own model; a newer transformers may "
             "know this type",
         ) from error
+
+
+def _floats(value: Any) -> Any:
+    """transformers writes infinity as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(str(value["__float__"]))
+        return {key: _floats(item) for key, item in value.items()}
+    return [_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _short(error: Exception) -> str:
@@ -92,7 +101,7 @@ def build_meta_model(config: Any, where: str) -> nn.Module:
     cls = model_class(config)
     try:
         with torch.device("meta"):
-            return cls._from_config(config)  # type: ignore[no-any-return]
+            return cls._from_config(config)
     except Exception as error:
         raise InputError(
             f"{where}: transformers cannot build {cls.__name__} from this config "
@@ -101,8 +110,13 @@ def build_meta_model(config: Any, where: str) -> nn.Module:
 
 
 def language_model(model: nn.Module) -> nn.Module:
-    """Return the part of a model that answers text: the thinker of an omni model, else all."""
-    return getattr(model, "thinker", model)
+    """Return the part of a model that answers text: a part with an output layer of its own
+    (the thinker of an omni model), else all of it."""
+    for name in ("thinker", "language_model"):
+        part: nn.Module | None = getattr(model, name, None)
+        if part is not None and getattr(part, "lm_head", None) is not None:
+            return part
+    return model
 
 
 def module_tree(model: nn.Module) -> dict[str, BaseModule]:
@@ -115,7 +129,7 @@ def module_tree(model: nn.Module) -> dict[str, BaseModule]:
         own = path.startswith(inside)
         parameters = dict(module.named_parameters(recurse=False))
         weight = parameters.get("weight")
-        if experts := _expert_parameters(path, module, parameters):
+        if own and (experts := _expert_parameters(path, module, parameters)):
             tree.update((entry.path, entry) for entry in experts)
         elif isinstance(module, nn.Embedding) and weight is not None:
             tree[path] = BaseModule(path, "embedding", tuple(weight.shape), in_language_model=own)
@@ -136,7 +150,7 @@ def module_tree(model: nn.Module) -> dict[str, BaseModule]:
 def _language_paths(model: nn.Module) -> tuple[str, ...]:
     """Return how the paths of the language model's modules start: what holds the input
     embeddings, and the output embeddings."""
-    text = language_model(model)
+    text: Any = language_model(model)
     wanted = (text.get_input_embeddings(), text.get_output_embeddings())
     paths = {id(module): path for path, module in model.named_modules()}
     found = [paths[id(module)] for module in wanted if id(module) in paths]

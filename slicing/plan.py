@@ -16,6 +16,7 @@ from moelora.slicing.errors import Fault, FaultsError, InputError, NotDivisibleE
 from moelora.slicing.formats import Skip, read_modules
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout, RankCoords
 from moelora.slicing.lora import Factor, LoraModule
+from moelora.slicing.options import PlanOptions
 from moelora.slicing.roles import (
     Placement,
     Ranges,
@@ -74,6 +75,7 @@ class ShardPlan:
     dtype: str = "keep"
     skips: list[Skip] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    options: PlanOptions = field(default_factory=PlanOptions)
 
     def factors(self) -> list[tuple[str, PlannedModule, str, Factor]]:
         """Return (tensor name, module, letter, factor), in the order of the rank files."""
@@ -135,32 +137,35 @@ def plan_shards(
     *,
     dtype: str = "keep",
     strict: bool = False,
+    options: PlanOptions | None = None,
 ) -> ShardPlan:
     """Plan how an adapter is sharded over ``layout``, without reading its values.
 
     dtype: ``keep``, ``bfloat16``, ``float16`` or ``float32`` for the rank files.
     strict: tensors that would be skipped because a layer lacks their module are faults.
+    options: what the user states about the adapter or the engine.
 
     Raises:
         FaultsError: everything that is wrong with the adapter or does not divide, together.
         InputError: the base's family has no slicing rules.
     """
     placement = placement or ExpertPlacement()
-    reading = read_modules(adapter, base)
+    options = options or PlanOptions()
+    reading = read_modules(adapter, base, options)
     faults = list(reading.faults)
     planned: list[PlannedModule] = []
     uneven: dict[tuple[str, str], str] = {}
     misplaced: dict[str, Fault] = {}
     owners: dict[tuple[int, int | None], list[list[int]]] = {}
     for module in reading.modules:
-        role = place(module.base, base, reading.family)
+        role = place(module.base, base, reading.family, options)
         if isinstance(role, Fault):
             faults.append(role)
             continue
         for message in undivided(role, layout):
             uneven.setdefault((module.base.name, message), module.path)
         try:
-            owned = _owners(module, layout, placement, owners)
+            owned = _owners(module, base, layout, placement, owners)
         except InputError as error:
             code = error.code if isinstance(error, NotDivisibleError) else "expert_placement"
             text = f"{error.message}; {error.hint}" if error.hint else error.message
@@ -176,7 +181,7 @@ def plan_shards(
         raise FaultsError(adapter.name_or_path, faults, hint=_hint(faults))
     skips = [*reading.skips, *absent_layers(base, planned, reading.skips)]
     plan = ShardPlan(
-        adapter, base, layout, placement, planned, dtype, skips, list(reading.warnings)
+        adapter, base, layout, placement, planned, dtype, skips, list(reading.warnings), options
     )
     check_accounts(plan)
     return plan
@@ -184,16 +189,25 @@ def plan_shards(
 
 def _owners(
     module: LoraModule,
+    base: BaseModel,
     layout: ParallelLayout,
     placement: ExpertPlacement,
     known: dict[tuple[int, int | None], list[list[int]]],
 ) -> list[list[int]]:
+    """Return the expert ids of each ``moe_ep_rank``.
+
+    Where one parameter has more experts than another of the same module (LongCat's identity
+    experts, whose gate_up rows nothing reads), the last rank has the surplus, at the end.
+    """
     if not module.is_expert:
         return []
-    key = (module.base.num_experts, module.base.layer)
+    count = module.base.num_experts
+    routed = base.routed_experts(module.path)
+    key = (routed, module.base.layer)
     if key not in known:
-        known[key] = placement.owned(key[0], layout, key[1])
-    return known[key]
+        known[key] = placement.owned(routed, layout, module.base.layer)
+    owned = known[key]
+    return owned if count == routed else [*owned[:-1], [*owned[-1], *range(routed, count)]]
 
 
 def _undivided_faults(

@@ -15,6 +15,7 @@ from moelora.slicing.layout import (
     cut_works,
 )
 from moelora.slicing.lora import LoraModule
+from moelora.slicing.options import PlanOptions
 from moelora.slicing.rules import Family, Role
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Placement:
             return expert_dims + 1 if self.role in ("row", "routed_down") else None
         if self.role in ("column", "routed_gate_up", "routed_gate", "routed_up"):
             return expert_dims
+        if self.role == "lm_head" and self.cuts:
+            return 0
         return None
 
     def ranges(self, layout: ParallelLayout, coords: RankCoords) -> Ranges:
@@ -69,22 +72,47 @@ class Placement:
         return cut_ranges(self.cuts, layout.tp_size, coords.tp_rank)
 
 
-def place(module: BaseModule, base: BaseModel, family: Family) -> Placement | Fault:
+def place(
+    module: BaseModule, base: BaseModel, family: Family, options: PlanOptions | None = None
+) -> Placement | Fault:
     """Return the role of a base module, or the fault that the family has no rule for it."""
+    options = options or PlanOptions()
     if module.kind == "expert":
-        leaf = module.path.rpartition(".")[2]
-        if leaf not in EXPERT_ROLES:
+        found = expert_role(module, family)
+        if found is None:
             return _no_rule(module, base)
-        role, reason = EXPERT_ROLES[leaf]
+        role, reason = found
         return Placement(role, reason, _expert_cuts(module, role))
-    rule = family.rule_for(module)
+    rule = family.rule_for(module) if module.in_language_model else None
     if rule is None:
         return _no_rule(module, base)
+    if rule.shared and options.shared_experts == "replicated":
+        return Placement("replicated", "a shared expert, whole on every rank (--shared-experts)")
+    if rule.role == "lm_head" and options.lm_head == "sharded":
+        return Placement(
+            "lm_head",
+            "each rank computes the logits of its own run of the padded vocabulary (--lm-head)",
+            (Cut(module.shape[0], 1, "vocabulary", is_vocabulary=True),),
+        )
     cuts = rule.cuts(base.text_config, module) if rule.cuts else ()
     return Placement(rule.role, rule.reason, cuts)
 
 
+def expert_role(module: BaseModule, family: Family) -> tuple[Role, str] | None:
+    """Return the role of an expert parameter and why; None where nothing says it."""
+    rule = family.rule_for(module)
+    if rule is not None:
+        return rule.role, rule.reason
+    return EXPERT_ROLES.get(module.path.rpartition(".")[2])
+
+
 def _no_rule(module: BaseModule, base: BaseModel) -> Fault:
+    if not module.in_language_model:
+        message = (
+            "belongs to a vision or audio tower (or its projector), which engines place in ways "
+            "of their own; moelora shards the language model only"
+        )
+        return Fault("no_rule", module.path, message)
     message = (
         f"moelora has no slicing rule for {module.name} of {base.model_type}, and a guess could "
         "load without a word and answer wrongly"

@@ -28,12 +28,16 @@ CutFn = Callable[[Any, BaseModule], tuple[Cut, ...]]
 
 @dataclass(frozen=True)
 class Rule:
-    """How a module is shared out. match: full regex on the path inside the layer."""
+    """How a module is shared out. match: full regex on the path inside the layer.
+
+    shared: a shared expert, which engines replicate under some all-to-all backends.
+    """
 
     match: str
     role: Role
     reason: str
     cuts: CutFn | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,23 @@ def single_columns(config: Any, module: BaseModule) -> tuple[Cut, ...]:
     return (Cut(module.shape[-1], module.shape[-1], "input columns"),)
 
 
-def rows_by(field: str, *, replicate: bool = False) -> CutFn:
+def halves(config: Any, module: BaseModule) -> tuple[Cut, ...]:
+    """Cuts of a column-parallel module that holds two equal parts, one below the other."""
+    half = module.shape[-2] // 2
+    return (Cut(half, half, "output rows of each half"),) * 2
+
+
+def key_value_rows(config: Any, module: BaseModule) -> tuple[Cut, ...]:
+    """Cut of the rows by the layer's own key/value heads, replicated where there are too few."""
+    heads = module.num_key_value_heads or config.num_key_value_heads
+    return (Cut(module.shape[-2], heads, "num_key_value_heads", replicate=True),)
+
+
+def rows_by(field: str) -> CutFn:
     """Cut of the rows into as many whole units as the config's ``field`` says (heads)."""
 
     def cuts(config: Any, module: BaseModule) -> tuple[Cut, ...]:
-        return (Cut(module.shape[-2], getattr(config, field), field, replicate),)
+        return (Cut(module.shape[-2], getattr(config, field), field),)
 
     return cuts
 

@@ -167,5 +167,7 @@ def source_tensors(full: Tensors, rows: list[Row]) -> Tensors:
         dtype = part.dtype if part.dtype.itemsize < cast.itemsize else cast
         tensor = found.setdefault(row.key, torch.zeros(row.shape, dtype=dtype))
         seen = tensor.view(row.view).permute(row.permute)
+        if row.src is None and seen.shape[0] == 1:
+            part = part[:1]  # written out for every expert
         (seen if row.src is None else seen[slices(row.src)]).copy_(part)
     return found

@@ -10,6 +10,7 @@ from torch import nn
 
 from moelora.slicing.base_model import BaseModel
 from moelora.slicing.errors import CannotRunError, InputError
+from moelora.slicing.meta_model import model_class
 from moelora.slicing.source import fetch_base_weights
 
 
@@ -24,17 +25,16 @@ def load_weights(
         InputError: the weights are missing, unreadable, or not those of this model.
         CannotRunError: they do not fit into memory.
     """
-    from transformers import AutoModelForCausalLM
-
+    cls = model_class(base.config)
     try:
         if random:
             torch.manual_seed(seed)
             with torch.device(device):
-                model = AutoModelForCausalLM.from_config(base.config, dtype=dtype)
+                model = cls._from_config(base.config, dtype=dtype)
             return model.to(dtype).eval()
         folder = fetch_base_weights(base.name_or_path, base.revision)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True
+        model, info = cls.from_pretrained(
+            folder, config=base.config, dtype=dtype, output_loading_info=True
         )
     except torch.cuda.OutOfMemoryError as error:
         raise CannotRunError(

@@ -17,12 +17,11 @@ class CastWitness(FileWitness):
     """A ``FileWitness`` whose tensors went through the dtype of the rank files."""
 
     def __init__(self, plan: ShardPlan) -> None:
-        super().__init__(plan.adapter, plan.base)
+        super().__init__(plan.adapter, plan.base, plan.options)
         self.dtype = torch_dtypes()[DTYPE_FLAGS[plan.dtype]]
 
-    def _tensor(self, path: str, letter: str) -> torch.Tensor | None:
-        tensor = super()._tensor(path, letter)
-        return None if tensor is None else tensor.to(self.dtype).double()
+    def read(self, key: str) -> torch.Tensor:
+        return super().read(key).to(self.dtype).double()
 
 
 def loses_bits(plan: ShardPlan) -> bool:

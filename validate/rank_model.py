@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from moelora.slicing.join import manifest_experts, tensor_names
@@ -105,7 +104,9 @@ def local_ids(
 ) -> torch.Tensor:
     """Return ``topk_ids`` with global ids replaced by this rank's own, -1 for elsewhere."""
     table = torch.full((num_experts + 1,), -1, dtype=torch.int32)
-    table[list(expert_ids)] = torch.arange(len(expert_ids), dtype=torch.int32)
+    for local, expert in enumerate(expert_ids):
+        if expert < num_experts:  # LongCat lists identity experts too, which hold no weights
+            table[expert] = local
     known = (topk_ids >= 0) & (topk_ids < num_experts)
     return table.to(topk_ids.device)[torch.where(known, topk_ids, num_experts)]
 
@@ -159,118 +160,3 @@ def add_expert_deltas(
         gate_up_layout=lora.gate_up_layout,
         num_local_experts=len(lora.expert_ids),
     )
-
-
-@dataclass(frozen=True)
-class RankExperts:
-    """A rank's share of an experts module: its experts' slices of the base, and its LoRA.
-
-    expert_ids: global ids. up_ranges, down_ranges: of the intermediate dim, as rows of the
-    gate_up (or up) weight and as columns of down. up_lora, down_lora: None where not adapted.
-    replicas: per owned expert (index, count) among the ranks that hold the same slice of it;
-    token t is served by replica ``t % count``.
-    """
-
-    expert_ids: tuple[int, ...]
-    up_ranges: Ranges
-    down_ranges: Ranges
-    up_lora: RankLora | None
-    down_lora: RankLora | None
-    adds_bias: bool
-    replicas: tuple[tuple[int, int], ...]
-
-    def forward(
-        self,
-        experts: nn.Module,
-        hidden: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        kernel: MoeLora | None,
-    ) -> torch.Tensor:
-        """Return this rank's partial sum ``(T, hidden)``. kernel None: the base alone."""
-        weights = ExpertWeights(experts)
-        served = served_ids(topk_ids, self.expert_ids, self.replicas, weights.num_experts)
-        ids = local_ids(served, self.expert_ids, weights.num_experts)
-        up = weights.up(hidden, ids, self.expert_ids, self.up_ranges)
-        if kernel is not None and self.up_lora is not None:
-            add_expert_deltas(up, hidden, self.up_lora, served, weights.num_experts, kernel)
-        act = weights.activate(up).contiguous()
-        down = weights.down(act, ids, self.expert_ids, self.down_ranges, bias=self.adds_bias)
-        if kernel is not None and self.down_lora is not None:
-            add_expert_deltas(down, act, self.down_lora, served, weights.num_experts, kernel)
-        scale = torch.where(ids >= 0, topk_weights, torch.zeros_like(topk_weights))
-        return (down.float() * scale.float()[..., None]).sum(1).to(hidden.dtype)
-
-
-class ExpertWeights:
-    """The base model's stacked expert weights, seen as ``(num_experts, out, in)``."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        self.module: Any = experts
-        self.has_gate = getattr(experts, "has_gate", hasattr(experts, "gate_up_proj"))
-        name = "gate_up_proj" if self.has_gate else "up_proj"
-        self.up_weight, self.up_bias = self._get(name)
-        self.down_weight, self.down_bias = self._get("down_proj")
-        self.num_experts = self.down_weight.shape[0]
-        if getattr(experts, "has_post_expert_norm", False):
-            raise NotImplementedError("experts with a norm after down_proj")
-
-    def _get(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = getattr(self.module, name)
-        if getattr(self.module, "is_transposed", False):
-            weight = weight.transpose(1, 2)
-        return weight, getattr(self.module, name + "_bias", None)
-
-    def up(
-        self, x: torch.Tensor, ids: torch.Tensor, expert_ids: tuple[int, ...], ranges: Ranges
-    ) -> torch.Tensor:
-        """Return ``(T, K, rows of the rank)``: zeros for pairs of other ranks."""
-        pairs = x[:, None].expand(-1, ids.shape[1], -1)
-        return _per_expert(pairs, ids, expert_ids, self.up_weight, self.up_bias, ranges, 0)
-
-    def down(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        expert_ids: tuple[int, ...],
-        ranges: Ranges,
-        *,
-        bias: bool,
-    ) -> torch.Tensor:
-        """Return ``(T, K, hidden)`` partial sums; the bias only on one rank of each expert."""
-        own_bias = self.down_bias if bias else None
-        return _per_expert(x, ids, expert_ids, self.down_weight, own_bias, ranges, 1)
-
-    def activate(self, up: torch.Tensor) -> torch.Tensor:
-        """Return the activation of the rank's part: gate and up are cut alike."""
-        if self.has_gate:
-            return self.module._apply_gate(up)
-        return self.module.act_fn(up)
-
-
-def _per_expert(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    expert_ids: tuple[int, ...],
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    ranges: Ranges,
-    dim: int,
-) -> torch.Tensor:
-    """Multiply every local pair with its expert's slice. x: (T, K, in), ids: (T, K) local."""
-    size = sum(stop - start for start, stop in ranges) if dim == 0 else weight.shape[1]
-    flat_ids, order = torch.sort(ids.reshape(-1), stable=True)
-    counts = torch.bincount(flat_ids + 1, minlength=len(expert_ids) + 1).tolist()
-    rows = x.reshape(-1, x.shape[-1])
-    out = x.new_zeros(rows.shape[0], size)
-    start = counts[0]  # pairs of other ranks come first
-    for local, count in enumerate(counts[1:]):
-        if count:
-            where = order[start : start + count]
-            expert = expert_ids[local]
-            own_bias = None
-            if bias is not None:
-                own_bias = pick(bias[expert], 0, ranges) if dim == 0 else bias[expert]
-            out[where] = F.linear(rows[where], pick(weight[expert], dim, ranges), own_bias)
-        start += count
-    return out.view(*ids.shape, size)

@@ -10,19 +10,30 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from moelora.slicing.base_model import BaseModule
+from moelora.slicing.errors import Fault
+from moelora.slicing.families import family_of
 from moelora.slicing.layout import ParallelLayout, RankCoords
 from moelora.slicing.plan import PlannedModule, ShardPlan
 from moelora.slicing.read import ShardSet
+from moelora.slicing.roles import Placement, place
 from moelora.validate.joins import Joins, Ranges
+from moelora.validate.rank_experts import (
+    ExpertWeights,
+    RankExperts,
+    experts_forward,
+    grouped_forward,
+)
 from moelora.validate.rank_model import (
     MoeLora,
-    RankExperts,
     RankLora,
     base_ranges,
     column_part,
     linear_delta,
+    pick,
     rank_lora,
     row_part,
+    served_ids,
 )
 
 RankTensors = list[dict[str, torch.Tensor]]
@@ -61,9 +72,7 @@ class ShardedModel:
         patched: list[nn.Module] = []
         try:
             for container, members in self._containers().items():
-                module = self.model.get_submodule(container)
-                module.forward = self._experts_forward(module, members)
-                patched.append(module)
+                patched += self._patch_experts(container, members)
             for planned in self.plan.modules:
                 if not planned.module.is_expert:
                     module = self.model.get_submodule(planned.path)
@@ -78,7 +87,8 @@ class ShardedModel:
         found: dict[str, list[PlannedModule]] = {}
         for planned in self.plan.modules:
             if planned.module.is_expert:
-                found.setdefault(planned.path.rpartition(".")[0], []).append(planned)
+                container = self.plan.base.experts_beside(planned.path.rpartition(".")[0])[0].path
+                found.setdefault(container.rpartition(".")[0], []).append(planned)
         return found
 
     def _loras(self, planned: PlannedModule) -> list[RankLora]:
@@ -127,12 +137,13 @@ class ShardedModel:
         """Every rank computes the module whole. A router is no nn.Linear: its weight is
         replaced by the sum for the call, since what follows the product is its own affair."""
         original = type(module).forward
+        linear: Any = module
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.with_adapter:
                 return original(module, *args, **kwargs)
-            if isinstance(module, nn.Linear):
-                base = F.linear(args[0], module.weight, module.bias)
+            if original is nn.Linear.forward:
+                base = F.linear(args[0], linear.weight, linear.bias)
                 parts = [base + linear_delta(args[0], lora).to(base.dtype) for lora in loras]
                 return self.joins.same(parts)
             lora = loras[0]
@@ -160,36 +171,100 @@ class ShardedModel:
 
         return forward
 
-    def _experts_forward(self, module: nn.Module, members: list[PlannedModule]) -> Any:
-        ranks = [self._rank_experts(members, position) for position in self._positions()]
+    def _patch_experts(self, container: str, members: list[PlannedModule]) -> list[nn.Module]:
+        """Replace the forward of an experts module; return what was patched."""
+        up, down = self._expert_weights(container)
+        weights = ExpertWeights(self.model, up, down)
+        ranks = [self._rank_experts(members, up, down, at) for at in self._positions()]
 
-        def forward(
+        def run(
             hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
         ) -> torch.Tensor:
             kernel = self.kernel if self.with_adapter else None
-            parts = [rank.forward(module, hidden, topk_ids, topk_weights, kernel) for rank in ranks]
+            parts = [own.forward(weights, hidden, topk_ids, topk_weights, kernel) for own in ranks]
             return self.joins.all_reduce(parts)
 
-        return forward
+        if up[0].path.endswith(".input_linear.weight"):
+            return self._patch_grouped(weights, ranks, up[0], down)
+        # DBRX's weights stand in a module inside the one that is called
+        called = container.rpartition(".")[0] if down.flat else container
+        module = self.model.get_submodule(called)
+        module.forward = experts_forward(module, weights, run)
+        return [module]
+
+    def _patch_grouped(
+        self,
+        weights: ExpertWeights,
+        ranks: list[RankExperts],
+        up: BaseModule,
+        down: BaseModule,
+    ) -> list[nn.Module]:
+        """JetMoe calls its two weights apart, with the activation between them."""
+        size = up.shape[1]
+
+        def served(own: RankExperts, ids: torch.Tensor) -> torch.Tensor:
+            return served_ids(ids, own.expert_ids, own.replicas, weights.num_experts)
+
+        def run_up(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            kernel = self.kernel if self.with_adapter else None
+            parts = []
+            for own in ranks:
+                wide = rows.new_zeros(rows.shape[0], size)
+                part = own.up(weights, rows, served(own, ids), kernel)[:, 0]
+                offset = 0
+                for start, stop in own.up_ranges:
+                    wide[:, start:stop] = part[:, offset : offset + stop - start]
+                    offset += stop - start
+                parts.append(wide)
+            return self.joins.all_reduce(parts)
+
+        def run_down(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            kernel = self.kernel if self.with_adapter else None
+            parts = []
+            for own in ranks:
+                act = pick(rows, -1, own.down_ranges).contiguous()[:, None]
+                parts.append(own.down(weights, act, served(own, ids), kernel)[:, 0])
+            return self.joins.all_reduce(parts)
+
+        patched = []
+        for base, run in ((up, run_up), (down, run_down)):
+            module = self.model.get_submodule(base.path.rpartition(".")[0])
+            module.forward = grouped_forward(run)
+            patched.append(module)
+        return patched
 
     def _positions(self) -> range:
         return range(len(self.joins.tp_ranks))
 
-    def _rank_experts(self, members: list[PlannedModule], position: int) -> RankExperts:
-        plan, layout = self.plan, self.plan.layout
-        coords = layout.coords(self.joins.tp_ranks[position])
-        by_role = {planned.placement.role: planned for planned in members}
-        down = by_role.get("routed_down")
-        up = next((p for p in members if p.placement.role != "routed_down"), None)
-        known = up or down
-        assert known is not None
-        ids = tuple(known.owned[coords.moe_ep_rank])
-        sides = {"up": self._side(known, "up"), "down": self._side(known, "down")}
+    def _expert_weights(self, container: str) -> tuple[list[BaseModule], BaseModule]:
+        """Return the base's up (or gate and up) weights and its down weight, adapted or not."""
+        params = self.plan.base.experts_beside(container)
+        roles = {p.path: self._placement(p).role for p in params}
+        down = [p for p in params if roles[p.path] == "routed_down"]
+        up = [p for p in params if roles[p.path] != "routed_down"]
+        if len(down) != 1 or not up:
+            raise LookupError(f"{container} has no up or no down weights: {roles}")
+        return up, down[0]
 
-        def lora(planned: PlannedModule | None) -> RankLora | None:
-            if planned is None:
+    def _placement(self, base: BaseModule) -> Placement:
+        placement = place(base, self.plan.base, family_of(self.plan.base.model_type))
+        if isinstance(placement, Fault):
+            raise LookupError(str(placement))  # noqa: TRY004 (not a type error)
+        return placement
+
+    def _rank_experts(
+        self, members: list[PlannedModule], up: list[BaseModule], down: BaseModule, position: int
+    ) -> RankExperts:
+        layout = self.plan.layout
+        coords = layout.coords(self.joins.tp_ranks[position])
+        by_path = {planned.path: planned for planned in members}
+        owned = next((p.owned for p in members if p.path == down.path), members[0].owned)
+        ids = tuple(e for e in owned[coords.moe_ep_rank] if e < down.num_experts)
+
+        def lora(base: BaseModule) -> RankLora | None:
+            if base.path not in by_path:
                 return None
-            entry = self.entries[planned.path]
+            entry = self.entries[base.path]
             rank = self.joins.tp_ranks[position]
             own = rank_lora(self.shards, entry, rank, self.tensors[position])
             return own.to(self.device, self.dtype)
@@ -197,27 +272,13 @@ class ShardedModel:
         return RankExperts(
             # the base's experts are where the plan says, the LoRA's where the manifest says
             expert_ids=ids,
-            up_ranges=base_ranges(sides["up"], plan, coords),
-            down_ranges=base_ranges(sides["down"], plan, coords),
-            up_lora=lora(up),
+            up_ranges=self._placement(up[0]).ranges(layout, coords),
+            down_ranges=self._placement(down).ranges(layout, coords),
+            up_loras=tuple(lora(one) for one in up),
             down_lora=lora(down),
             adds_bias=coords.moe_tp_rank == 0,
-            replicas=tuple(replica(known.owned, layout, coords, e) for e in ids),
+            replicas=tuple(replica(owned, layout, coords, e) for e in ids),
         )
-
-    def _side(self, known: PlannedModule, side: str) -> PlannedModule:
-        """Return how the base's up or down weights are cut, adapted or not."""
-        from moelora.slicing.families import family_of
-        from moelora.slicing.roles import Placement, place
-
-        container = known.path.rpartition(".")[0]
-        for base in self.plan.base.experts_of(container):
-            placement = place(base, self.plan.base, family_of(self.plan.base.model_type))
-            if isinstance(placement, Placement) and (
-                (placement.role == "routed_down") == (side == "down")
-            ):
-                return PlannedModule(known.module, placement, known.owned)
-        raise LookupError(f"{container} has no {side} weights")
 
 
 def replica(

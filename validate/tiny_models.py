@@ -7,58 +7,24 @@ dim cannot go unnoticed, and ``lora_B`` is filled, so that the adapter changes t
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-COMMON: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "vocab_size": 160,
-    "max_position_embeddings": 128,
-    "num_experts_per_tok": 3,
-    "tie_word_embeddings": False,
-}
-TINY: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
-        **COMMON,
-        "num_hidden_layers": 2,
-        "num_experts": 16,
-        "moe_intermediate_size": 24,
-        "intermediate_size": 40,
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-    },
-    "mixtral": {
-        **COMMON,
-        "num_hidden_layers": 2,
-        "num_local_experts": 8,
-        "intermediate_size": 40,
-        "sliding_window": None,
-    },
-    "qwen3_next": {
-        **COMMON,
-        "num_hidden_layers": 4,
-        "num_experts": 16,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-        "intermediate_size": 56,
-        "linear_num_key_heads": 8,
-        "linear_num_value_heads": 16,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 4,
-        "norm_topk_prob": True,
-    },
-}
+from moelora.slicing.base_model import BaseModel, load_base_model, path_in_layer
+from moelora.slicing.errors import Fault
+from moelora.slicing.families import family_of
+from moelora.slicing.meta_model import build_config, build_meta_model, model_class, new_model
+from moelora.slicing.roles import place
+from moelora.validate.tiny_configs import TINY
+from moelora.validate.tiny_hybrids import TINY_HYBRIDS
+
+FAMILIES = {**TINY, **TINY_HYBRIDS}
 LINEAR_TARGETS: dict[str, list[str]] = {
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -74,16 +40,23 @@ LINEAR_TARGETS: dict[str, list[str]] = {
 }
 
 
+# LoRA on it changes PEFT's merged weight but not its forward: Jamba reads the weight itself.
+UNUSED = {"jamba": ("dt_proj",)}
+
+
 def tiny_base(model_type: str, folder: Path, *, seed: int = 0, **changes: Any) -> nn.Module:
     """Save a tiny random model of ``model_type`` to ``folder`` and return it."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**TINY[model_type], **changes})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    fields = {"model_type": model_type, **FAMILIES[model_type], **changes}
+    model: Any = new_model(build_config(fields, model_type)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:  # wide enough that experts and heads differ in what they say
                 parameter.normal_(0, 0.2 if "experts" in name else 0.1)
     model.save_pretrained(folder)
+    path = folder / "config.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({**saved, "model_type": model_type}, indent=2))
     return model
 
 
@@ -91,16 +64,57 @@ def tiny_adapter(
     base_folder: Path, folder: Path, *, seed: int = 1, r: int = 5, **changes: Any
 ) -> None:
     """Train-free: save a PEFT adapter with ``target_parameters`` on all experts, B filled."""
-    model = AutoModelForCausalLM.from_pretrained(base_folder)
-    torch.manual_seed(seed)
-    options: dict[str, Any] = {
-        "r": r,
-        "lora_alpha": 2 * r,
-        "target_modules": LINEAR_TARGETS[model.config.model_type],
+    options = {
+        "target_modules": LINEAR_TARGETS[load_base_model(str(base_folder)).model_type],
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
         **changes,
     }
-    peft_model = get_peft_model(model, LoraConfig(**options))
+    _save_adapter(base_folder, folder, seed, r, options)
+
+
+def tiny_full_adapter(
+    base_folder: Path, folder: Path, *, seed: int = 1, r: int = 5, **changes: Any
+) -> None:
+    """Save a PEFT adapter on every module that moelora has a rule for, but the vocabulary's."""
+    base = load_base_model(str(base_folder))
+    linear, parameters = full_targets(base)
+    options = {"target_modules": linear, "target_parameters": parameters, **changes}
+    _save_adapter(base_folder, folder, seed, r, options)
+
+
+def full_targets(base: BaseModel) -> tuple[list[str], list[str]]:
+    """Return the module paths and the parameter names that an adapter on everything has."""
+    family = family_of(base.model_type)
+    model = build_meta_model(base.config, base.name_or_path)
+    linear: list[str] = []
+    parameters: set[str] = set()
+    for path, module in base.modules.items():
+        placement = place(module, base, family)
+        if isinstance(placement, Fault) or placement.role in ("embedding", "lm_head"):
+            continue
+        if path.endswith(UNUSED.get(base.model_type, "?")):
+            continue
+        if module.kind == "expert":
+            parameters.add(path_in_layer(path))
+        elif type(model.get_submodule(path)).forward is nn.Linear.forward:
+            linear.append(path)
+        else:  # a router with a weight of its own
+            parameters.add(f"{path_in_layer(path)}.weight")
+    return linear, sorted(parameters)
+
+
+def _save_adapter(
+    base_folder: Path, folder: Path, seed: int, r: int, options: dict[str, Any]
+) -> None:
+    base = load_base_model(str(base_folder))
+    model = model_class(base.config).from_pretrained(base_folder, config=base.config)
+    # PEFT rewrites targets, and refuses some, by this name; the parameters are what is wanted.
+    model.config.model_type = "tiny"
+    torch.manual_seed(seed)
+    options = {"r": r, "lora_alpha": 2 * r, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft_model = get_peft_model(model, LoraConfig(**options))
     fill_lora(peft_model)
     peft_model.peft_config["default"].base_model_name_or_path = str(base_folder)
     peft_model.save_pretrained(folder)

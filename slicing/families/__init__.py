@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from moelora.slicing.errors import InputError
-from moelora.slicing.families import mixtral, qwen
+from moelora.slicing.families import deepseek, hybrid, mixtral, others, qwen
 from moelora.slicing.rules import Family
 
 FAMILIES: dict[str, Family] = {
     model_type: family
-    for family in (*qwen.FAMILIES, *mixtral.FAMILIES)
+    for group in (qwen, mixtral, deepseek, hybrid, others)
+    for family in group.FAMILIES
     for model_type in family.model_types
 }
 

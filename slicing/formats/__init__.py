@@ -6,25 +6,18 @@ from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import BaseModel
 from moelora.slicing.errors import Fault
 from moelora.slicing.families import family_of
+from moelora.slicing.formats.expert_keys import expert_place
 from moelora.slicing.formats.keys import LoraKey, parse_key
 from moelora.slicing.formats.linear import read_linear
-from moelora.slicing.formats.per_expert import (
-    EXPERT_KEY,
-    PROJECTIONS,
-    Experts,
-    read_per_expert,
-)
+from moelora.slicing.formats.projections import Places, read_projections
 from moelora.slicing.formats.reading import Reading, Skip
-from moelora.slicing.formats.target_parameters import (
-    CONTAINER,
-    Wrappers,
-    read_target_parameters,
-)
+from moelora.slicing.formats.target_parameters import Wrappers, read_target_parameters
+from moelora.slicing.options import PlanOptions
 
 __all__ = ["Reading", "Skip", "read_modules"]
 
 
-def read_modules(adapter: Adapter, base: BaseModel) -> Reading:
+def read_modules(adapter: Adapter, base: BaseModel, options: PlanOptions | None = None) -> Reading:
     """Read every tensor of the adapter against the base model.
 
     Every key ends up in a module, in a skip with its reason, or in a fault. Nothing is raised
@@ -33,32 +26,38 @@ def read_modules(adapter: Adapter, base: BaseModel) -> Reading:
     Raises:
         InputError: the base's model type has no slicing rules.
     """
-    reading = Reading(adapter, base, family_of(base.model_type))
+    options = options or PlanOptions()
+    reading = Reading(adapter, base, family_of(base.model_type), options)
     reading.faults.extend(adapter.faults)
     plain: dict[str, dict[str, LoraKey]] = {}
-    experts: dict[str, Experts] = {}
+    experts: dict[str, Places] = {}
     wrappers: dict[str, Wrappers] = {}
+    spelled: dict[str, str] = {}
     for name in sorted(adapter.tensors):
         key = parse_key(name)
         if isinstance(key, Fault):
             reading.faults.append(key)
-        elif match := EXPERT_KEY.fullmatch(key.path):
-            part = PROJECTIONS.get(match["projection"])
-            if part is None:
-                reading.fault("unknown_key", name, f"unknown projection {match['projection']!r}")
-                continue
-            place = experts.setdefault(match["container"], {})
-            _add(reading, place.setdefault((int(match["expert"]), part), {}), key)
-        elif match := CONTAINER.fullmatch(key.path):
-            depth = match["nested"].count(".base_layer")
-            nest = wrappers.setdefault(match["container"], {})
-            _add(reading, nest.setdefault(depth, {}), key)
+            continue
+        if key.adapter_name:
+            spelled.setdefault(key.adapter_name, name)
+        if reading.module_at(key.path) is None:
+            place = expert_place(key.path, len(adapter.tensors[name].shape))
         else:
+            place = None
+        if place is None:
             _add(reading, plain.setdefault(key.path, {}), key)
+        elif place.form == "wrapper":
+            nest = wrappers.setdefault(place.container, {})
+            _add(reading, nest.setdefault(place.depth, {}), key)
+        else:
+            experts.setdefault(place.container, []).append((key, place))
+    for other in sorted(spelled)[1:]:
+        message = f"is of adapter {other!r}, {spelled[min(spelled)]} of {min(spelled)!r}: save one"
+        reading.fault("two_adapters", spelled[other], message)
     for path, keys in plain.items():
         read_linear(reading, path, keys)
-    for container, members in experts.items():
-        read_per_expert(reading, container, members)
+    for container, places in experts.items():
+        read_projections(reading, container, places)
     for container, nest in wrappers.items():
         read_target_parameters(reading, container, nest)
     _refuse_doubles(reading)

@@ -11,6 +11,8 @@ from moelora.slicing.adapter import FLOAT_DTYPES, Adapter, TensorInfo
 from moelora.slicing.base_model import BaseModel, BaseModule, layer_number, path_in_layer
 from moelora.slicing.errors import Fault
 from moelora.slicing.lora import LoraModule
+from moelora.slicing.options import PlanOptions
+from moelora.slicing.roles import expert_role
 from moelora.slicing.rules import Family
 
 SkipReason = Literal["absent_in_layer", "absent_in_model", "empty_placeholder", "ignored_by_flag"]
@@ -33,6 +35,7 @@ class Reading:
     adapter: Adapter
     base: BaseModel
     family: Family
+    options: PlanOptions
     modules: list[LoraModule] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -41,10 +44,25 @@ class Reading:
     def fault(self, code: str, where: str, message: str, **details: object) -> None:
         self.faults.append(Fault(code, where, message, dict(details)))
 
+    def warn_once(self, message: str) -> None:
+        if message not in self.warnings:
+            self.warnings.append(message)
+
+    def parts_of(self, param: BaseModule) -> tuple[str, ...]:
+        """Return which projections an expert parameter holds, in its own row order."""
+        role = expert_role(param, self.family)
+        parts: dict[str, tuple[str, ...]] = {
+            "routed_gate_up": ("gate", "up"),
+            "routed_gate": ("gate",),
+            "routed_up": ("up",),
+            "routed_down": ("down",),
+        }
+        return parts.get(role[0], ()) if role else ()
+
     def spellings(self, path: str) -> Iterable[str]:
         """Yield ``path`` as the file spells it, then as transformers' model may spell it."""
         yield path
-        renamed = path
+        renamed = self.base.own_prefix(path)
         for pattern, replacement in self.family.renames:
             renamed = re.sub(pattern, replacement, renamed)
         if renamed != path:

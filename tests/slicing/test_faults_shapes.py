@@ -103,13 +103,6 @@ SHAPES: list[tuple[str, Callable[[], Tensors], str, str, str]] = [
         "(12, 11) with lora_B (16, 12), expected (4 * r, 10)",
     ),
     (
-        "flat: as PEFT before 0.19.1 wrote it",
-        lambda: flat_pair(EXPERTS + ".base_layer", 4, 10, 16) | flat_pair(EXPERTS, 4, 10, 8),
-        key(EXPERTS + ".base_layer"),
-        "shape",
-        "swapped",
-    ),
-    (
         "flat: rows are no multiple of the experts",
         lambda: pair(EXPERTS, 10, 8, r=13) | flat_pair(EXPERTS + ".base_layer", 4, 16, 10),
         key(EXPERTS),
