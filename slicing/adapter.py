@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import threading
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from moelora.slicing.bounded_json import read_json_object, shown
 from moelora.slicing.errors import Fault, InputError
 from moelora.slicing.header import TensorInfo
+from moelora.slicing.patterns import MAX_PATTERNS, matcher, pattern_problem
 from moelora.slicing.source import fetch_adapter, local_path, path_kind
 from moelora.slicing.tensor_file import TensorFile
 from moelora.slicing.weights import WEIGHTS_NAME, inside, open_weights
@@ -72,10 +73,14 @@ class LoraConfig:
         return alpha / math.sqrt(r) if self.use_rslora else alpha / r
 
 
+# re's own cache holds 512 patterns: with more, each match would compile its pattern again.
+_matcher = lru_cache(MAX_PATTERNS * 2)(matcher)
+
+
 def pattern_key(patterns: dict[str, Any], name: str) -> str:
     """Return the first pattern that matches ``name`` by PEFT's rule, else ``name`` itself."""
     for pattern in patterns:
-        if re.match(rf"(.*\.)?({pattern})$", name):
+        if _matcher(pattern).match(name):
             return pattern
     return name
 
@@ -283,15 +288,17 @@ def _wrong_types(raw: dict[str, Any]) -> list[Fault]:
             message = f"{name} is {type(patterns).__name__}, expected an object"
             faults.append(Fault("config", CONFIG_NAME, message))
             continue
+        if len(patterns) > MAX_PATTERNS:
+            message = f"{name} has {len(patterns)} patterns, at most {MAX_PATTERNS} are read"
+            faults.append(Fault("config", CONFIG_NAME, message))
+            continue
         for pattern, value in patterns.items():
             if not (_is_rank(value) if name == "rank_pattern" else _is_number(value)):
                 kind = "positive integer" if name == "rank_pattern" else "number"
                 message = f"{name}[{pattern!r}] = {value!r}, expected a {kind}"
                 faults.append(Fault("config", CONFIG_NAME, message))
-            try:
-                re.compile(rf"(.*\.)?({pattern})$")
-            except re.error as error:
-                message = f"{name}[{pattern!r}] is no regular expression: {error}"
+            if problem := pattern_problem(pattern):
+                message = f"{name}[{shown(pattern)}] {problem}"
                 faults.append(Fault("config", CONFIG_NAME, message))
     return faults
 

@@ -75,7 +75,8 @@ def parse_header(
         fields = parse_json(raw)
     except ValueError as error:
         raise HeaderError(f"the header is no usable JSON: {error}") from error
-    metadata = fields.pop("__metadata__", None) or {}
+    metadata = fields.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise HeaderError("__metadata__ is no object of texts")
     base = 8 + len(raw)
