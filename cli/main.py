@@ -1,78 +1,61 @@
-"""The ``moelora`` command. ``main`` is the only place that turns an outcome into an exit."""
+"""The ``moelora`` command. ``main`` is the only place that turns an outcome into an exit.
+
+What takes long to import is imported inside ``run``: an interrupt may come at any time.
+"""
 
 from __future__ import annotations
 
 import errno
-import io
 import os
+import re
 import signal
 import sys
 import traceback
-from importlib.metadata import version
-from typing import Annotated
 
-import typer
-
-from moelora.cli import demo, inspect, shard, unshard, verify
 from moelora.cli.exit_codes import ExitCode
 from moelora.cli.output import write_document
-from moelora.slicing.errors import CannotRunError, MoeloraError, OutputError, UsageError
-
-_NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
-
-app = typer.Typer(
-    name="moelora",
-    help="Shard LoRA adapters of mixture-of-experts models, and verify the shards.",
-    epilog="Exit codes: 0 ok, 1 mismatch, 2 usage, 3 adapter or shards, 4 cannot run here, "
-    "5 nothing checked, 6 output, 70 bug, 130 interrupted.",
-    # Plain help and plain tracebacks: they go into logs, and Rich costs start-up time.
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
+from moelora.cli.streams import prepare_streams, printable, settle_streams
+from moelora.slicing.errors import (
+    CannotRunError,
+    InputError,
+    MoeloraError,
+    OutputError,
+    UsageError,
 )
-app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
-app.command("shard", epilog=shard.EPILOG)(shard.shard)
-app.command("unshard", epilog=unshard.EPILOG)(unshard.unshard)
-app.command("verify", epilog=verify.EPILOG)(verify.verify)
-app.command("demo", epilog=demo.EPILOG)(demo.demo)
 
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"moelora {version('moelora')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-) -> None:
-    pass
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+_interrupted = False
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A file name that is no valid Unicode must not turn a report into a crash.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    prepare_streams()
     if not sys.stderr.isatty():
         # The libraries draw bars as well; in a log each redraw is a line. tqdm and
         # huggingface_hub read these when they are imported.
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # A cancelled CI job gets SIGTERM. As an interrupt it lets the writer remove its folder.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(run(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
+        signal.signal(signal.SIGINT, _interrupt)
+    code = run(sys.argv[1:])
+    settle_streams()
+    sys.exit(code)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Interrupt, and remember it: a library may catch the exception, or raise its own instead."""
+    global _interrupted
+    _interrupted = True
+    raise KeyboardInterrupt
 
 
 def run(args: list[str]) -> int:
     """Run one command line and return its exit code. Raises nothing."""
     try:
+        from moelora.cli.app import app
+
         # Not standalone: Typer hands back the command's own value instead of exiting.
         code = app(args, prog_name="moelora", standalone_mode=False)
         if code == ExitCode.INTERRUPTED:  # Typer's answer to KeyboardInterrupt
@@ -81,6 +64,8 @@ def run(args: list[str]) -> int:
     except BaseException as error:  # noqa: BLE001 (every outcome becomes an exit code)
         try:
             return int(_explain(error, args))
+        except KeyboardInterrupt:
+            return int(ExitCode.INTERRUPTED)
         except (OSError, OutputError):  # nobody listens any more
             return int(ExitCode.OUTPUT)
 
@@ -111,19 +96,45 @@ def _explain(error: BaseException, args: list[str]) -> int:
 
 def _known(error: BaseException, args: list[str]) -> tuple[int, dict[str, object]] | None:
     """Return exit code and JSON body of an error that is no bug, else None."""
-    if isinstance(error, KeyboardInterrupt):
+    if _interrupted or isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, {"code": "interrupted", "message": "interrupted"}
-    if isinstance(error, typer.TyperException):
-        hint = f"see {' '.join(['moelora', *_command_of(args), '--help'])}"
-        error = UsageError(error.format_message(), hint=hint)
-    elif _is_out_of_memory(error):
-        error = CannotRunError(
-            f"out of memory: {error}", hint="free memory, or run on a larger machine or GPU"
-        )
-    elif isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
-        error = OutputError(str(error), hint="choose another output folder, or free disk space")
+    import typer
+
     if isinstance(error, MoeloraError):
         return error.exit_code, error.to_json()
+    if isinstance(error, typer.TyperException):
+        from moelora.cli.app import command_of
+
+        hint = f"see {' '.join(['moelora', *command_of(args), '--help'])}"
+        found: MoeloraError | None = UsageError(error.format_message(), hint=hint)
+    elif _is_out_of_memory(error):
+        found = CannotRunError(
+            f"out of memory: {error}", hint="free memory, or run on a larger machine or GPU"
+        )
+    else:
+        found = _of_a_file(error)
+    return None if found is None else (found.exit_code, found.to_json())
+
+
+def _of_a_file(error: BaseException) -> MoeloraError | None:
+    """Return what an error of the operating system means, else None.
+
+    Whoever writes an output turns its errors into ``OutputError``s, the folder's name in it. Of
+    what is left, a full disk is the output's, and a file that is named was to be read.
+    """
+    number, name = getattr(error, "errno", None), getattr(error, "filename", None)
+    if type(error).__name__ == "SafetensorError":  # imported by none that reads no tensors
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(told[1]) if told else None
+    elif not isinstance(error, OSError):
+        return None
+    if number in _DISK or (number in (errno.EACCES, errno.EPERM) and name is None):
+        return OutputError(str(error), hint="choose another output folder, or free disk space")
+    if name is not None:
+        return InputError(
+            f"{os.fsdecode(name)}: cannot be read: {getattr(error, 'strerror', None) or error}",
+            hint="check the path and its permissions",
+        )
     return None
 
 
@@ -136,13 +147,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _report(args: list[str], exit_code: int, body: dict[str, object], text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
     if "--json" in args:
+        from moelora.cli.app import command_of
+
         document = {"error": {**body, "exit_code": int(exit_code)}}
-        write_document(next(iter(_command_of(args)), None), document, sys.stdout)
-
-
-def _command_of(args: list[str]) -> list[str]:
-    """Return the command's name as a list of one; empty when none was given."""
-    names = {command.name for command in app.registered_commands}
-    return [args[0]] if args and args[0] in names else []
+        write_document(next(iter(command_of(args)), None), document, sys.stdout)

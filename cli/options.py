@@ -27,13 +27,22 @@ BaseOption = Annotated[
         help="Base model: a folder or a Hub id. Default: the one that the adapter names.",
     ),
 ]
+
+
+def _no_folder(path: Path | None) -> Path | None:
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder; a folder goes to --base")
+    return path
+
+
 BaseConfigOption = Annotated[
     Path | None,
     typer.Option(
         "--base-config",
         metavar="FILE",
         exists=True,
-        dir_okay=False,
+        readable=False,  # said when it is read, as for every other file
+        callback=_no_folder,
         help="The base model's config.json. Default: looked up by the base model's name.",
     ),
 ]

@@ -5,16 +5,18 @@ With ``--json`` stdout holds exactly one JSON document, for errors too.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
+from moelora.cli.streams import drop, printable
 from moelora.slicing.errors import OutputError
 
 SCHEMA_VERSION = 1
@@ -24,19 +26,28 @@ class Output:
     """Where one command's lines go. Get one from ``reporting``.
 
     stdout: the stream of the report, kept here because ``sys.stdout`` is redirected meanwhile.
+        None when it was closed.
     """
 
-    def __init__(self, command: str, as_json: bool, stdout: TextIO) -> None:
+    def __init__(self, command: str, as_json: bool, stdout: TextIO | None) -> None:
         self._command = command
         self._as_json = as_json
         self._stdout = stdout
 
-    def report(self, document: Mapping[str, Any], text: str) -> None:
-        """Write the report to stdout: ``document`` with ``--json``, else ``text``."""
-        if self._as_json:
-            write_document(self._command, document, self._stdout)
-        else:
-            _write(text, self._stdout)
+    def report(self, document: Mapping[str, Any], text: str, *, done: str = "") -> None:
+        """Write the report to stdout: ``document`` with ``--json``, else ``text``.
+
+        done: what was finished before, for the error when stdout takes no report.
+        """
+        try:
+            if self._as_json:
+                write_document(self._command, document, self._stdout)
+            else:
+                _write(text, self._stdout)
+        except OutputError as error:
+            if not done:
+                raise
+            raise OutputError(f"{done}, but {error.message}", hint=error.hint) from error
 
     def say(self, line: str) -> None:
         """Write one line of a report that grows while the command runs."""
@@ -44,11 +55,11 @@ class Output:
 
     def warn(self, message: str) -> None:
         """Tell the user on stderr that something deserves a look."""
-        print(f"warning: {message}", file=sys.stderr)
+        print(printable(f"warning: {message}"), file=sys.stderr)
 
     def note(self, line: str) -> None:
         """Write one line for the person at the terminal, to stderr."""
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
 
 
 @contextmanager
@@ -85,9 +96,24 @@ def write_file(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # such as a name too long to be there
+            part.unlink(missing_ok=True)
         raise OutputError(
             f"{path}: {error.strerror or error}", hint="choose a folder that exists"
+        ) from error
+
+
+def remove_file(path: Path) -> None:
+    """Remove the file of an earlier run, if there is one.
+
+    Raises:
+        OutputError: it is there and may not be removed.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"{path}: {error.strerror or error}", hint="name a file that you may write"
         ) from error
 
 
@@ -98,11 +124,14 @@ def tell_github(report: Any) -> None:
         print(line, file=sys.stderr)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary:
-        with open(summary, "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(job_summary)
+        try:
+            with open(summary, "a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(job_summary)
+        except OSError as error:
+            raise OutputError(f"{summary} ($GITHUB_STEP_SUMMARY): {error.strerror}") from error
 
 
-def write_document(command: str | None, document: Mapping[str, Any], stdout: TextIO) -> None:
+def write_document(command: str | None, document: Mapping[str, Any], stdout: TextIO | None) -> None:
     """Write one JSON document that starts with ``schema_version`` and ``command``."""
     head: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
     if command:
@@ -111,18 +140,24 @@ def write_document(command: str | None, document: Mapping[str, Any], stdout: Tex
     _write(json.dumps(_plain(whole), indent=2, allow_nan=False), stdout)
 
 
-def _write(text: str, stream: TextIO) -> None:
+def _write(text: str, stream: TextIO | None) -> None:
     """Write and flush, so that a reader that went away shows here and not at shutdown.
 
     Raises:
-        OutputError: the reader closed the stream.
+        OutputError: the reader closed the stream, or it takes no more.
     """
+    if stream is None:
+        raise OutputError("stdout is closed: the report has no place to go")
     try:
-        print(text, file=stream, flush=True)
-    except BrokenPipeError as error:
+        print(printable(text), file=stream, flush=True)
+    except OSError as error:
         # Python flushes stdout once more at exit; give that flush a place to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        raise OutputError("stdout was closed before the report was written") from error
+        drop(stream)
+        if error.errno == errno.EPIPE:
+            message = "stdout was closed before the report was written"
+        else:
+            message = f"the report could not be written to stdout: {error.strerror or error}"
+        raise OutputError(message) from error
 
 
 def _plain(value: Any) -> Any:

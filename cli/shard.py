@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,6 @@ import typer
 
 from moelora.cli.exit_codes import ExitCode
 from moelora.cli.options import (
-    AdapterArgument,
     BaseConfigOption,
     BaseOption,
     ForceOption,
@@ -33,8 +33,17 @@ EPILOG = examples(
     "moelora shard ./my-adapter --tp 4 --ep 2 --dry-run --json | jq .warnings",
 )
 
+OptionalAdapter = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="ADAPTER", help="Adapter: a folder with adapter_config.json, or a Hub id."
+    ),
+]
 TpOption = Annotated[
-    int, typer.Option("--tp", metavar="N", help="Tensor-parallel size: number of ranks.")
+    int | None,
+    typer.Option(
+        "--tp", metavar="N", help="Tensor-parallel size: number of ranks. Needed, but for --finish."
+    ),
 ]
 EpOption = Annotated[
     int,
@@ -86,6 +95,15 @@ RanksOption = Annotated[
         "--ranks", metavar="LIST", help="Write only these ranks, such as 0,3-5. Default: all."
     ),
 ]
+FinishOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--finish",
+        metavar="DIR",
+        help="Make one shard set of what several runs with --ranks wrote into DIR. ADAPTER is "
+        "needed only if it has moved since.",
+    ),
+]
 DryRunOption = Annotated[
     bool,
     typer.Option(
@@ -103,8 +121,8 @@ StrictOption = Annotated[
 
 
 def shard(
-    adapter: AdapterArgument,
-    tp: TpOption,
+    adapter: OptionalAdapter = None,
+    tp: TpOption = None,
     ep: EpOption = 1,
     moe_dp: MoeDpOption = 1,
     rank_order: RankOrderOption = "ep_major",
@@ -116,6 +134,7 @@ def shard(
     out_dir: OutOption = None,
     dtype: DtypeOption = "keep",
     ranks: RanksOption = None,
+    finish: FinishOption = None,
     dry_run: DryRunOption = False,
     force: ForceOption = False,
     strict: StrictOption = False,
@@ -127,6 +146,9 @@ def shard(
     appears whole or not at all; the same input gives the same bytes.
     """
     with reporting("shard", as_json) as out:
+        if finish is not None:
+            return _finish(finish, adapter, out)
+        adapter, tp = _given(adapter, tp)
         from moelora.slicing.adapter import Adapter
         from moelora.slicing.layout import ExpertPlacement, ParallelLayout, parse_ranks
         from moelora.slicing.plan import plan_shards
@@ -146,9 +168,29 @@ def shard(
             _write(plan, target, wanted, force, out)
         if wanted is not None and len(wanted) < tp:
             out.note(f"{len(wanted)} of {tp} ranks written: only a whole set can be verified")
+            out.note(f"when all are: {shlex.join(['moelora', 'shard', '--finish', str(target)])}")
             return ExitCode.OK
         out.note(f"next: {verify_line(target, adapter, base, base_config, revision)}")
         return ExitCode.OK
+
+
+def _given(adapter: str | None, tp: int | None) -> tuple[str, int]:
+    """Return what every run but ``--finish`` needs."""
+    from moelora.slicing.errors import UsageError
+
+    if adapter is None or tp is None:
+        what = "argument 'ADAPTER'" if adapter is None else "option '--tp'"
+        raise UsageError(f"Missing {what}", hint="see moelora shard --help")
+    return adapter, tp
+
+
+def _finish(folder: Path, adapter: str | None, out: Output) -> int:
+    from moelora.slicing.parts import finish_parts
+
+    report = finish_parts(folder, adapter)
+    out.report(report.to_json(), report.to_text())
+    out.note(f"next: {shlex.join(['moelora', 'verify', str(folder)])}")
+    return ExitCode.OK
 
 
 def verify_line(
@@ -156,6 +198,8 @@ def verify_line(
 ) -> str:
     """Return the ``moelora verify`` command for this shard set, quoted for a shell."""
     words = ["moelora", "verify", str(shards), "--adapter", adapter]
+    if base_config is not None and base is None:
+        words.append("--random-base")  # a config names no weights
     for flag, value in (("--base", base), ("--base-config", base_config), ("--revision", revision)):
         if value is not None:
             words += [flag, str(value)]
@@ -179,7 +223,7 @@ def _load_base(adapter: Adapter, base: str | None, base_config: Path | None) -> 
 def _report_dry_run(plan: ShardPlan, target: Path, force: bool, out: Output) -> None:
     out.report(plan.to_json(), plan.to_text())
     out.note(f"dry run: nothing written; the shards would go to {target}")
-    if target.exists() and not force:
+    if os.path.lexists(target) and not force:
         out.warn(f"{target} exists: without --force the real run would stop (exit code 6)")
 
 
@@ -190,4 +234,6 @@ def _write(
 
     with progress_bar(plan.total_bytes(ranks), "shard") as progress:
         report = write_shards(plan, target, ranks=ranks, force=force, progress=progress)
-    out.report(report.to_json(), report.to_text())
+    for warning in report.warnings[len(plan.warnings) :]:
+        out.warn(warning)
+    out.report(report.to_json(), report.to_text(), done=f"{target} was written whole")

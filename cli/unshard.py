@@ -47,5 +47,7 @@ def unshard(
         from moelora.slicing.unshard import unshard as put_together
 
         report = put_together(shards, out_dir, target_layout=target_layout, force=force)
-        out.report(report.to_json(), report.to_text())
+        for warning in report.warnings:
+            out.warn(warning)
+        out.report(report.to_json(), report.to_text(), done=f"{out_dir} was written whole")
         return ExitCode.OK

@@ -19,7 +19,7 @@ from moelora.cli.options import (
     VerifyDtype,
     examples,
 )
-from moelora.cli.output import reporting, tell_github, write_file
+from moelora.cli.output import remove_file, reporting, tell_github, write_file
 
 EPILOG = examples(
     "moelora verify ./my-adapter-tp4-ep2 --adapter ./my-adapter",
@@ -75,11 +75,13 @@ PromptsOption = Annotated[
 ]
 TokensOption = Annotated[
     int,
-    typer.Option("--tokens", metavar="N", min=1, help="Number of tokens to compare on."),
+    typer.Option(
+        "--tokens", metavar="N", min=1, max=1 << 20, help="Number of tokens to compare on."
+    ),
 ]
 SeedOption = Annotated[
     int,
-    typer.Option("--seed", metavar="N", min=0, help="Seed of all random numbers."),
+    typer.Option("--seed", metavar="N", min=0, max=2**32 - 1, help="Seed of all random numbers."),
 ]
 MaxKlOption = Annotated[
     float | None,
@@ -164,8 +166,9 @@ def verify(
         os.environ["TRITON_INTERPRET"] = "1"
     for file in (junit_xml, html):
         if file is not None:  # a report of an earlier run must not outlive this one's failure
-            file.unlink(missing_ok=True)
+            remove_file(file)
     with reporting("verify", as_json) as out:
+        _look_first(shards, adapter)
         library = import_module("moelora.validate")
         report = (library.self_test if self_test else library.verify)(
             shards,
@@ -193,3 +196,13 @@ def verify(
             tell_github(report)
         out.report(report.to_json(), report.to_text())
         return report.exit_code
+
+
+def _look_first(shards: Path, adapter: str | None) -> None:
+    """Refuse a mistyped path at once: the library takes seconds to import."""
+    from moelora.slicing.read import require_shard_set
+    from moelora.slicing.source import local_adapter
+
+    require_shard_set(shards)
+    if adapter is not None:
+        local_adapter(adapter)

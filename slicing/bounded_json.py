@@ -66,6 +66,21 @@ def parse_json(raw: bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+def to_json_bytes(body: Any, *, indent: int, sort_keys: bool = False) -> bytes:
+    """Return a value as the bytes of a JSON file, readable where UTF-8 can hold it."""
+
+    def dump(ascii_only: bool) -> bytes:
+        text = json.dumps(
+            body, indent=indent, sort_keys=sort_keys, ensure_ascii=ascii_only, allow_nan=False
+        )
+        return (text + "\n").encode()
+
+    try:
+        return dump(False)
+    except UnicodeEncodeError:  # half a surrogate pair: from an escape, or a path's raw bytes
+        return dump(True)
+
+
 def read_small_file(path: Path, limit: int) -> bytes:
     """Return the bytes of a regular file of at most ``limit`` bytes.
 

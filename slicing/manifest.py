@@ -8,6 +8,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from moelora.slicing.layout import ParallelLayout
 from moelora.slicing.lora import Factor, Piece, whole
 
 if TYPE_CHECKING:
@@ -33,7 +34,12 @@ def rank_file(tp_rank: int, tp_size: int) -> str:
 
 def file_metadata(plan: ShardPlan, tp_rank: int) -> dict[str, str]:
     """Return the metadata that stands in a rank file's header."""
-    layout, coords = plan.layout, plan.layout.coords(tp_rank)
+    return rank_metadata(plan.layout, tp_rank)
+
+
+def rank_metadata(layout: ParallelLayout, tp_rank: int) -> dict[str, str]:
+    """Return the metadata that a rank's file of a layout has in its header."""
+    coords = layout.coords(tp_rank)
     return {
         "format": "pt",
         "moelora_format_version": str(FORMAT_VERSION),
@@ -50,7 +56,7 @@ def file_metadata(plan: ShardPlan, tp_rank: int) -> dict[str, str]:
 def plan_body(plan: ShardPlan) -> dict[str, Any]:
     """Return the manifest of a plan, without what is only known after writing (hashes)."""
     layout = plan.layout
-    return {
+    body = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "tool": {"name": "moelora", "version": tool_version()},
@@ -78,8 +84,18 @@ def plan_body(plan: ShardPlan) -> dict[str, Any]:
         "modules": [module_entry(planned) for planned in plan.modules],
         "skipped": _skipped(plan),
         "warnings": plan.warnings,
-        "restore": restore_entries(plan),
     }
+    return body | {"restore": restore_entries(plan, described_hash(body))}
+
+
+def described_hash(body: dict[str, Any]) -> str:
+    """Return the sha256 of what a manifest says of its modules and of who owns which expert.
+
+    No other hash covers it, and ``unshard`` to another layout believes it.
+    """
+    owners = [[rank["tp_rank"], rank["expert_ids"]] for rank in body["ranks"]]
+    kept = [body["modules"], body["parallel"], owners, body["base_model"]["model_type"]]
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _rank(plan: ShardPlan, tp_rank: int) -> dict[str, Any]:
@@ -135,8 +151,10 @@ def _skipped(plan: ShardPlan) -> list[dict[str, Any]]:
     ]
 
 
-def restore_entries(plan: ShardPlan) -> dict[str, Any]:
+def restore_entries(plan: ShardPlan, described: str) -> dict[str, Any]:
     """Return what ``unshard`` needs beyond the format: cuts, and where each source tensor went.
+
+    described: ``described_hash`` of the rest of the manifest.
 
     Readers of the format may ignore it. Tensors that differ in the expert alone share one row:
     their key holds ``{e}`` and ``experts`` lists the ids.
@@ -152,6 +170,7 @@ def restore_entries(plan: ShardPlan) -> dict[str, Any]:
     for name, _, _, factor in plan.factors():
         rows.extend(_restore_rows(plan, name, factor))
     entries: dict[str, Any] = {"cuts": cuts, "dtype": plan.dtype, "tensors": rows}
+    entries["described_sha256"] = described
     routed = {p.path: plan.base.routed_experts(p.path) for p in plan.modules if p.module.is_expert}
     surplus = {
         p.path: routed[p.path]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import hashlib
 import os
 import re
 import shutil
@@ -12,8 +13,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moelora.slicing.errors import OutputError
+
+if TYPE_CHECKING:
+    import torch
 
 # What moelora writes: --force must not take a training run's folder along with its adapter.
 _OWN_FILES = re.compile(
@@ -37,13 +42,14 @@ def whole_folder(
         OutputError: the target exists, or cannot be written.
     """
     target = Path(os.path.abspath(target))
-    if target.parent.is_dir():
-        clear_leftovers(target, [] if found is None else found)
-    check_target(target, marker=marker, force=force)
-    made = [p for p in [target.parent, *target.parent.parents] if not p.exists()]
+    made: list[Path] = []
     try:
+        if target.parent.is_dir():
+            clear_leftovers(target, [] if found is None else found)
+        check_target(target, marker=marker, force=force)
+        made = [p for p in [target.parent, *target.parent.parents] if not p.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
-        with work_folder(target.parent, f".{target.name}.tmp-") as temporary:
+        with work_folder(target.parent, f".{_stem(target)}.tmp-") as temporary:
             temporary.chmod(0o777 & ~_umask())
             yield temporary
             sync_folder(temporary)
@@ -53,7 +59,7 @@ def whole_folder(
     except OSError as error:
         raise output_error(target, error) from error
     finally:
-        if not target.exists():
+        if made and not target.exists():
             for folder in made:
                 _remove_if_empty(folder)
 
@@ -81,8 +87,9 @@ def clear_leftovers(target: Path, found: list[str]) -> None:
 
     Folders of runs that are still going are locked, and stay.
     """
-    for folder in sorted(target.parent.glob(f".{glob.escape(target.name)}.*-*")):
-        kind = folder.name[len(target.name) + 2 :].partition("-")[0]
+    stem = _stem(target)
+    for folder in sorted(target.parent.glob(f".{glob.escape(stem)}.*-*")):
+        kind = folder.name[len(stem) + 2 :].partition("-")[0]
         if kind not in ("tmp", "old") or folder.is_symlink() or not folder.is_dir():
             continue
         line = remove_if_dead(folder, target if kind == "old" else None)
@@ -112,6 +119,39 @@ def remove_if_dead(folder: Path, old_target: Path | None = None) -> str:
         os.close(handle)
 
 
+def _stem(target: Path) -> str:
+    """Return what the names of a target's work folders hold: its name, cut where that is long.
+
+    A name may have 255 bytes, and the work folder's adds some.
+    """
+    raw = os.fsencode(target.name)
+    if len(raw) <= 200:
+        return target.name
+    digest = hashlib.sha256(raw).hexdigest()[:16]
+    return f"{raw[:150].decode('ascii', 'ignore')}~{digest}"
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file and flush it to disk.
+
+    Raises:
+        OSError: as any write does; the library says it in words of its own.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        if told is None:
+            raise
+        number = int(told[1])
+        raise OSError(number, os.strerror(number)) from error
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
 def check_target(target: Path, *, marker: str, force: bool) -> None:
     """Refuse a target that exists, unless ``force`` and it is ours or empty.
 
@@ -122,7 +162,8 @@ def check_target(target: Path, *, marker: str, force: bool) -> None:
         return
     is_folder = target.is_dir() and not target.is_symlink()
     names = sorted(p.name for p in target.iterdir()) if is_folder else []
-    others = [name for name in names if not _OWN_FILES.fullmatch(name)]
+    # A folder is never ours, whatever its name: moelora writes none inside its own.
+    others = [n for n in names if not _OWN_FILES.fullmatch(n) or (target / n).is_dir()]
     ours = is_folder and not others and (marker in names or not names)
     if not force:
         raise OutputError(
@@ -143,7 +184,7 @@ def _swap_in(temporary: Path, target: Path) -> None:
     if not target.exists():
         temporary.rename(target)
         return
-    with work_folder(target.parent, f".{target.name}.old-") as aside:
+    with work_folder(target.parent, f".{_stem(target)}.old-") as aside:
         target.rename(aside / "old")
         try:
             temporary.rename(target)

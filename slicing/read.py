@@ -10,7 +10,8 @@ from moelora.slicing.adapter import CONFIG_NAME, sha256_of
 from moelora.slicing.bounded_json import Limits, read_json_object
 from moelora.slicing.errors import Fault, FaultsError, InputError, MoeloraError
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
-from moelora.slicing.manifest import FORMAT, FORMAT_VERSION, MANIFEST_NAME
+from moelora.slicing.lora import torch_dtypes
+from moelora.slicing.manifest import FORMAT, FORMAT_VERSION, MANIFEST_NAME, rank_metadata
 from moelora.slicing.manifest_checks import manifest_faults
 from moelora.slicing.parts import part_files
 from moelora.slicing.source import path_kind
@@ -86,13 +87,29 @@ class ShardSet:
         try:
             with safe_open(str(path), framework="pt", device=device) as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                return tensors, dict(file.metadata() or {})
+                metadata = dict(file.metadata() or {})
         except (SafetensorError, OSError) as error:
             raise InputError(
                 f"{path}: not readable as safetensors ({error}); {path.stat().st_size} bytes, "
                 f"the manifest says {self.body['ranks'][tp_rank]['bytes']}",
                 hint="the file is damaged or cut short: copy it again or shard again",
             ) from error
+        known = torch_dtypes().values()
+        for name, tensor in tensors.items():
+            if tensor.dtype not in known:
+                raise InputError(
+                    f"{path}: {name} has the dtype {tensor.dtype}, no rank file of moelora has it",
+                    hint="copy the file again or shard again",
+                )
+        return tensors, metadata
+
+    def header_faults(self, tp_rank: int, metadata: dict[str, str]) -> list[Fault]:
+        """Return a fault for each field by which a rank's file says it is another rank's."""
+        return [
+            Fault("header", self.rank_path(tp_rank).name, f"{name} {found!r}, expected {value!r}")
+            for name, value in rank_metadata(self.layout, tp_rank).items()
+            if (found := metadata.get(name)) != value
+        ]
 
     def damaged_files(self) -> list[Fault]:
         """Return a fault for each file whose bytes are not those the manifest was written with."""
@@ -125,7 +142,10 @@ def load_rank(shards: Path | str, tp_rank: int, device: str = "cpu") -> dict[str
     opened = ShardSet.open(shards)
     if not 0 <= tp_rank < opened.layout.tp_size:
         raise InputError(f"{shards}: has ranks 0 to {opened.layout.tp_size - 1}, got {tp_rank}")
-    return opened.load(tp_rank, device)[0]
+    tensors, metadata = opened.load(tp_rank, device)
+    if faults := opened.header_faults(tp_rank, metadata):
+        raise FaultsError(str(shards), faults, hint="copy the set again or shard again")
+    return tensors
 
 
 def require_shard_set(folder: Path) -> Path:

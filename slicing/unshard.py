@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelora.slicing.adapter import CONFIG_NAME, WEIGHTS_NAME
-from moelora.slicing.errors import FaultsError, InputError, UsageError
+from moelora.slicing.bounded_json import read_json_object, to_json_bytes
+from moelora.slicing.errors import Fault, FaultsError, InputError, UsageError
 from moelora.slicing.join import join_shards
-from moelora.slicing.lora import Box, slices, torch_dtypes
+from moelora.slicing.lora import Box, slices, torch_dtypes, widest
+from moelora.slicing.manifest import MANIFEST_NAME, described_hash
 from moelora.slicing.manifest_checks import WRONG_KIND
-from moelora.slicing.output_folder import sync_folder, whole_folder, write_synced
+from moelora.slicing.output_folder import save_tensors, sync_folder, whole_folder, write_synced
+from moelora.slicing.plan import DTYPE_FLAGS
 from moelora.slicing.read import ShardSet
 
 if TYPE_CHECKING:
@@ -25,12 +27,14 @@ TARGET_LAYOUTS = ("source", "per_expert", "target_parameters")
 
 @dataclass(frozen=True)
 class UnshardReport:
-    """What was written."""
+    """What was written. bit_for_bit: each tensor holds the source's own bits, under its keys."""
 
     out: Path
     tensors: int
     bytes: int
     target_layout: str
+    bit_for_bit: bool
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -38,12 +42,15 @@ class UnshardReport:
             "tensors": self.tensors,
             "bytes": self.bytes,
             "target_layout": self.target_layout,
+            "bit_for_bit": self.bit_for_bit,
+            "warnings": list(self.warnings),
         }
 
     def to_text(self) -> str:
+        exact = ", bit for bit the source's" if self.bit_for_bit else ""
         return (
             f"{self.out}: a PEFT adapter of {self.tensors} tensors, {self.bytes} bytes, "
-            f"layout {self.target_layout}"
+            f"layout {self.target_layout}{exact}"
         )
 
 
@@ -66,35 +73,78 @@ def unshard(
     damage = opened.damaged_files()
     if damage:
         raise FaultsError(str(shards), damage, hint="copy the set again or shard again")
-    joined = join_shards(opened, [opened.load(rank)[0] for rank in range(opened.layout.tp_size)])
-    if joined.faults:
-        raise FaultsError(str(shards), joined.faults, hint="shard the adapter again")
+    full = _join(opened)
     rows = expand_rows(opened)
-    config = json.loads((opened.folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    lossy = _lossy(opened, full, rows)
+    config, config_bytes = read_json_object(opened.folder / CONFIG_NAME, hint=_AGAIN)
     try:
-        tensors = source_tensors(joined.tensors, rows)
+        tensors = source_tensors(full, rows)
     except (*WRONG_KIND, RuntimeError) as error:  # torch: shapes that do not fit
         raise _no_way_back(opened, error) from error
-    config_bytes = (opened.folder / CONFIG_NAME).read_bytes()
     if target_layout != "source":
         from moelora.slicing.relayout import relayout
 
-        tensors, config = relayout(opened, joined.tensors, tensors, rows, config, target_layout)
-        config_bytes = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    return _write(out_dir, tensors, config_bytes, target_layout, force)
-
-
-def _write(
-    out_dir: Path, tensors: Tensors, config: bytes, target_layout: str, force: bool
-) -> UnshardReport:
-    from safetensors.torch import save_file
-
+        tensors, config = relayout(opened, full, tensors, rows, config, target_layout)
+        config_bytes = to_json_bytes(config, indent=2)
     with whole_folder(out_dir, marker=WEIGHTS_NAME, force=force) as folder:
-        save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-        write_synced(folder / CONFIG_NAME, config)
+        save_tensors(tensors, folder / WEIGHTS_NAME)
+        write_synced(folder / CONFIG_NAME, config_bytes)
         sync_folder(folder)
     size = sum(t.numel() * t.element_size() for t in tensors.values())
-    return UnshardReport(out_dir, len(tensors), size, target_layout)
+    warnings = tuple(f"the set was cast: {text}" for text in lossy)
+    exact = target_layout == "source" and not lossy
+    return UnshardReport(out_dir, len(tensors), size, target_layout, exact, warnings)
+
+
+_AGAIN = "copy the set again or shard again"
+
+
+def _join(shards: ShardSet) -> Tensors:
+    """Return every factor in its full shape.
+
+    Raises:
+        FaultsError: a file of another rank, or parts that do not fit.
+    """
+    faults: list[Fault] = []
+    ranks: list[Tensors] = []
+    for rank in range(shards.layout.tp_size):
+        tensors, metadata = shards.load(rank)
+        faults += shards.header_faults(rank, metadata)
+        ranks.append(tensors)
+    if not faults:
+        joined = join_shards(shards, ranks)
+        faults = joined.faults
+        if described_hash(shards.body) != shards.body["restore"].get("described_sha256"):
+            message = "modules, parallel or expert_ids are not as they were written"
+            faults.append(Fault("manifest", MANIFEST_NAME, message))
+    if faults:
+        raise FaultsError(str(shards.folder), faults, hint="shard the adapter again")
+    return joined.tensors
+
+
+def _lossy(shards: ShardSet, full: Tensors, rows: list[Row]) -> list[str]:
+    """Return a line for each dtype of the source that the rank files hold with fewer bits.
+
+    Raises:
+        FaultsError: a tensor has another dtype than the manifest says.
+    """
+    sources: dict[str, set[str]] = {}
+    for row in rows:
+        sources.setdefault(row.tensor, set()).add(row.dtype)
+    cast = DTYPE_FLAGS.get(str(shards.body["restore"].get("dtype")))
+    names = {dtype: name for name, dtype in torch_dtypes().items()}
+    faults, lossy = [], set()
+    for tensor, found in sorted(sources.items()):
+        if tensor not in full:  # said when its values are looked for
+            continue
+        have, want = names[full[tensor].dtype], cast or widest(sorted(found))
+        if have != want:
+            message = f"dtype {have}, the manifest says {want}"
+            faults.append(Fault("dtype", tensor, message))
+        lossy |= {(one, have) for one in found if widest([one, have]) != have}
+    if faults:
+        raise FaultsError(str(shards.folder), faults, hint="shard the adapter again")
+    return [f"{one} values hold the bits that {have} kept" for one, have in sorted(lossy)]
 
 
 @dataclass(frozen=True)
@@ -146,8 +196,9 @@ def _rows(entries: list[dict[str, Any]]) -> Iterator[Row]:
             box(entry["at"]),
             box(entry["src"]) if "src" in entry else None,
         )
-        if not isinstance(row.key, str) or row.dtype not in torch_dtypes():
-            raise ValueError(f"key {row.key!r}, dtype {row.dtype!r}")
+        texts = isinstance(row.key, str) and isinstance(row.tensor, str)
+        if not texts or row.dtype not in torch_dtypes():
+            raise ValueError(f"tensor {row.tensor!r}, key {row.key!r}, dtype {row.dtype!r}")
         if "experts" not in entry:
             yield row
         for expert in entry.get("experts", []):

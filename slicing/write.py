@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moelora.slicing.adapter import CONFIG_NAME
+from moelora.slicing.bounded_json import to_json_bytes
 from moelora.slicing.errors import Fault, FaultsError
 from moelora.slicing.manifest import MANIFEST_NAME, plan_body
 from moelora.slicing.output_folder import check_space, whole_folder, write_synced
@@ -119,8 +119,7 @@ def check_written(folder: Path, entries: list[dict[str, Any]]) -> None:
 
 def to_bytes(body: dict[str, Any]) -> bytes:
     """Return a manifest as the bytes on disk: sorted keys, the same every time."""
-    text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return (text + "\n").encode()
+    return to_json_bytes(body, indent=1, sort_keys=True)
 
 
 _HINTS = {

@@ -29,6 +29,7 @@ class Report:
     def __init__(self, **fields: Any) -> None:
         self.document: dict[str, Any] = {"kind": "report"}
         self.faults: list[str] = []
+        self.warnings: list[str] = []
         self.verdict = "pass"
         self.exit_code = 0
         self.__dict__.update(fields)
@@ -150,6 +151,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
         module = ModuleType(name)
         module.__dict__.update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
+    # The stand-in finds every folder.
+    monkeypatch.setattr("moelora.cli.verify._look_first", lambda shards, adapter: None)
     monkeypatch.setattr(FakeAdapter, "base", "org/base")
     return fake
 

@@ -32,6 +32,10 @@ class OutOfMemoryError(RuntimeError):
     """Named like torch's, which the command line knows by name only."""
 
 
+class SafetensorError(Exception):
+    """Named like the library's, which wraps errors of the operating system in text."""
+
+
 OUTCOMES = [
     (UsageError("x"), 2),
     (InputError("x"), 3),
@@ -44,6 +48,10 @@ OUTCOMES = [
     (OutputError("x"), 6),
     (OSError(errno.ENOSPC, "No space left on device"), 6),
     (PermissionError(errno.EACCES, "Permission denied"), 6),
+    (OSError(errno.EFBIG, "File too large"), 6),
+    (SafetensorError("IoError: No space left on device (os error 28)"), 6),
+    (PermissionError(errno.EACCES, "Permission denied", "adapter_config.json"), 3),
+    (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300), 3),
     (OSError(errno.EPIPE, "Broken pipe"), 6),  # Typer would exit with 1: a mismatch
     (SystemExit(1), 6),
     (KeyboardInterrupt(), 130),
@@ -191,6 +199,8 @@ def verify(shards, **_):
     finally:
         print("cleaned up")
 sys.modules["moelora.validate"] = types.SimpleNamespace(verify=verify)
+import moelora.cli.verify
+moelora.cli.verify._look_first = lambda shards, adapter: None
 from moelora.cli.main import main
 sys.argv[1:] = ["verify", sys.argv[1]]
 main()

@@ -110,6 +110,8 @@ def verify(shards, **_):
     list(tqdm(range(3), desc="a library's bar"))
     raise KeyboardInterrupt
 sys.modules["moelora.validate"] = types.SimpleNamespace(verify=verify)
+import moelora.cli.verify
+moelora.cli.verify._look_first = lambda shards, adapter: None
 from moelora.cli.main import main
 sys.argv[1:] = ["verify"]
 main()

@@ -123,7 +123,7 @@ def test_a_file_is_no_adapter_folder(tmp_path: Path) -> None:
     ("body", "says"),
     [
         ("{", "not readable as JSON"),
-        ("[1]", "has no model_type"),
+        ("[1]", "holds list, expected an object"),
         (json.dumps(config_body()), "has no model_type"),  # the adapter's config by mistake
         ('{"model_type": "no_such_model"}', "cannot read a config of model type 'no_such_model'"),
         ('{"model_type": "t5"}', "language model"),
