@@ -171,6 +171,7 @@ def _judge(
             None if reference.witnesses is None else reference.witnesses.to_json()
         ),
         "noise": reference.noise,
+        "rounding": reference.rounding,
         "limit_mean_abs": limit,
         "limits": vars(limits),
         "kl_per_token": list(answer.replayed.kl_per_token),

@@ -84,16 +84,20 @@ def _compared(peft_model: nn.Module, plan: ShardPlan, witness: FileWitness) -> P
     """Compare each of PEFT's deltas with the file's."""
     reference = PeftReference(peft_model)
     layers = lora_layers(peft_model)
-    device = next(peft_model.parameters()).device
+    parameter = next(peft_model.parameters())
+    # PEFT hands its deltas out in the base weight's type
+    coarsest = {torch.bfloat16: LIMITS["BF16"], torch.float16: LIMITS["F16"]}.get(
+        parameter.dtype, 0
+    )
     for planned in plan.modules:
         # JetMoe's expert parameters are called weight, which PEFT leaves out of the name
         layer = layers.get(planned.path) or layers.get(planned.path.removesuffix(".weight"))
         found = None if layer is None else _delta_of(layer, planned)
-        difference, size = _disagreement(found, planned, witness, device)
+        difference, size = _disagreement(found, planned, witness, parameter.device)
         if found is None:
             if size > 0:
                 reference.dropped.append(planned.path)
-        elif not difference <= LIMITS[planned.module.lora_A.dtype] * (size or 1.0):
+        elif not difference <= max(LIMITS[planned.module.lora_A.dtype], coarsest) * (size or 1.0):
             reference.differing.append(planned.path)
     return reference
 

@@ -22,8 +22,8 @@ from moelora.validate.peft_reference import PeftReference, peft_reference
 from moelora.validate.sharded_model import ShardedModel
 from moelora.validate.unsharded import Unsharded, owner_path
 
-# What rounding alone may change, as a share of the mean absolute logit, where the measured
-# floor happens to be smaller (one rank, say, sums in the unsharded order).
+# What rounding alone changes at the least, as a share of the mean absolute logit. In 16 bits it
+# is measured as well: the adapted modules of the base computed in fp32.
 ROUNDING = {torch.float32: 4 * 2**-23, torch.bfloat16: 2**-10, torch.float16: 2**-13}
 
 
@@ -31,7 +31,8 @@ ROUNDING = {torch.float32: 4 * 2**-23, torch.bfloat16: 2**-10, torch.float16: 2*
 class Reference:
     """Logits that a correct shard set gives, and how they were come by.
 
-    name: the witness that is believed. choices: its routing, for replay. cast: what the cast of
+    name: the witness that is believed. noise: the floor, or what rounding alone changes
+    where that is more (one rank sums in the unsharded order). choices: its routing, for replay. cast: what the cast of
     ``shard --dtype`` changes, None without one. reached: per experts module, which experts the
     tokens went to. idle: adapted modules whose forward the model never called.
     """
@@ -42,6 +43,7 @@ class Reference:
     floor: Distance
     effect: Distance
     noise: float
+    rounding: float
     peft: PeftReference
     witnesses: Distance | None
     cast: Distance | None
@@ -80,15 +82,19 @@ def make_reference(
     else:
         name, logits, choices = "the file's own deltas", merged, merged_choices
     effect = Distance.between(logits, base)
+    dtype = next(model.parameters()).dtype
+    rounding = ROUNDING[dtype] * float(logits.abs().mean())
+    if dtype != torch.float32:
+        with Unsharded(model, plan, None).installed(), Choices(base_choices):
+            rounding = max(rounding, Distance.between(base, logits_of(model, tokens)).mean_abs)
     cast = None
     if loses_bits(plan):
         whole = logits
         logits, choices, _, _ = _merged(model, plan, witness_of_shards(plan, witness), tokens)
         name = f"the file's own deltas in {plan.dtype}"
         cast = Distance.between(whole, logits)
-    rounding = ROUNDING[next(model.parameters()).dtype] * float(logits.abs().mean())
     return Reference(
-        name, logits, choices, floor, effect, max(floor.mean_abs, rounding), peft,
+        name, logits, choices, floor, effect, max(floor.mean_abs, rounding), rounding, peft,
         None if peft_logits is None else Distance.between(peft_logits, merged),
         cast, reached, idle,
     )  # fmt: skip

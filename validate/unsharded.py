@@ -53,9 +53,12 @@ def merged_weight(
 
 
 class Unsharded:
-    """Hooks that give each adapted module its merged weights for the time of its forward."""
+    """Hooks that give each adapted module its merged weights for the time of its forward.
 
-    def __init__(self, model: nn.Module, plan: ShardPlan, witness: FileWitness) -> None:
+    witness None: the base's own weights, in fp32; what that changes is rounding alone.
+    """
+
+    def __init__(self, model: nn.Module, plan: ShardPlan, witness: FileWitness | None) -> None:
         self.model = model
         self.witness = witness
         # by the path of the module that is called: DBRX's weights stand in one inside it
@@ -93,6 +96,8 @@ class Unsharded:
             for parameter in own.values():
                 parameter.data = parameter.data.float()
             for planned in self.owners[path]:
+                if self.witness is None:
+                    break
                 name = parameter_path(planned).removeprefix(path + ".")
                 own[name].data = merged_weight(self.saved[path][name], planned, self.witness)
             return _cast(args, torch.float32), _cast(kwargs, torch.float32)

@@ -31,7 +31,11 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
-    turns = itertools.product(itertools.count(), LAYOUTS, DTYPES, MAKERS, FAMILIES)
+    turns = (
+        (seed, *turn)
+        for seed in itertools.count()
+        for turn in itertools.product(LAYOUTS, DTYPES, MAKERS, FAMILIES)
+    )
     outcomes: dict[str, int] = {}
     nearest: dict[tuple[str, str], tuple[float, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
