@@ -14,6 +14,8 @@ MAX_PATTERNS = 2_000
 MAX_LENGTH = 1_000
 # Unbounded repeats next to each other try all ways of sharing the text out: steps ~ length ** count.
 MAX_REPEATS = 3
+# Choices multiply the ways as repeats do: (.|..) thirty times over has a thousand million.
+MAX_TOGETHER = 4
 _NESTED = "has a repeat, or a choice, within a repeat, which can run for ever"
 
 
@@ -32,19 +34,25 @@ def pattern_problem(pattern: str) -> str | None:
         tree = import_module("re._parser").parse(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         return f"is no regular expression: {error}"
-    repeats = _repeats(tree, False)
-    if repeats is None:
+    found = _repeats(tree, False)
+    if found is None:
         return _NESTED
+    repeats, choices = found
     if repeats > MAX_REPEATS:
         return f"has {repeats} repeats, at most {MAX_REPEATS} are tried"
+    if repeats + choices > MAX_TOGETHER:
+        return (
+            f"has {repeats} repeats and {choices} choices, at most {MAX_TOGETHER} together are "
+            "tried"
+        )
     return None
 
 
-def _repeats(node: Any, inside: bool) -> int | None:
-    """Return how many repeats a parsed pattern has, None when one stands within another."""
+def _repeats(node: Any, inside: bool) -> tuple[int, int] | None:
+    """Return how many repeats and choices a parsed pattern has, None when one is in a repeat."""
     if isinstance(node, int | str) or node is None:
-        return 0
-    total = 0
+        return 0, 0
+    repeats, choices = 0, 0
     for item in node:
         is_repeat = isinstance(item, tuple) and str(item[0]).endswith("_REPEAT")
         is_choice = isinstance(item, tuple) and str(item[0]) == "BRANCH"
@@ -52,8 +60,8 @@ def _repeats(node: Any, inside: bool) -> int | None:
             return None
         if isinstance(item, int | str):
             continue
-        found = _repeats(item, inside or is_repeat) if not hasattr(item, "name") else 0
+        found = _repeats(item, inside or is_repeat) if not hasattr(item, "name") else (0, 0)
         if found is None:
             return None
-        total += found + is_repeat
-    return total
+        repeats, choices = repeats + found[0] + is_repeat, choices + found[1] + is_choice
+    return repeats, choices
