@@ -5,5 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "slicing")]
+
+from made_adapters import Tiny, make_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tiny]:
+    """A tiny base and its adapters, by family."""
+    return {"mixtral": make_tiny(tmp_path_factory.mktemp("tiny"), "mixtral")}
