@@ -42,7 +42,9 @@ OptionalAdapter = Annotated[
 TpOption = Annotated[
     int | None,
     typer.Option(
-        "--tp", metavar="N", help="Tensor-parallel size: number of ranks. Needed, but for --finish."
+        "--tp",
+        metavar="N",
+        help="Tensor-parallel size: number of ranks. Default: none, it has to be said.",
     ),
 ]
 EpOption = Annotated[
@@ -100,8 +102,8 @@ FinishOption = Annotated[
     typer.Option(
         "--finish",
         metavar="DIR",
-        help="Make one shard set of what several runs with --ranks wrote into DIR. ADAPTER is "
-        "needed only if it has moved since.",
+        help="Make one shard set of what several runs with --ranks wrote into DIR; name ADAPTER "
+        "only if it has moved since. Default: shard ADAPTER.",
     ),
 ]
 DryRunOption = Annotated[
