@@ -69,7 +69,6 @@ def _expand_activation_kernel(
     alpha,
     num_pairs,
     tile_capacity,
-    top_k,
     num_adapters,
     num_local_experts,
     features,  # I
@@ -86,6 +85,7 @@ def _expand_activation_kernel(
     stride_it,
     stride_ik,
     stride_mt,
+    TOP_K: tl.constexpr,
     RANK: tl.constexpr,
     A_SLICES: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -123,24 +123,23 @@ def _expand_activation_kernel(
         expert = (virtual_id % num_local_experts).to(tl.int64)
         offs_m = tl.arange(0, BLOCK_M)
         mask_m = offs_m < rows
-        pair = tl.load(routing_ptr + ROUTING_HEADER + first + offs_m, mask=mask_m, other=0).to(
-            tl.int64
-        )
-        in_rows = gate_up_ptr + (pair // top_k) * stride_ot + (pair % top_k) * stride_ok
-        act_rows = act_ptr + (pair // top_k) * stride_ct + (pair % top_k) * stride_ck
+        pair = tl.load(routing_ptr + ROUTING_HEADER + first + offs_m, mask=mask_m, other=0)
+        token, k = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
+        in_rows = gate_up_ptr + token * stride_ot + k * stride_ok
+        act_rows = act_ptr + token * stride_ct + k * stride_ck
         y_rows = y_ptr + (first + offs_m).to(tl.int64) * (A_SLICES * RANK)
         y = load_y(y_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_R, 0).to(b_ptr.dtype.element_ty)
         factors = load_factors(
-            pair, mask_m, scaling_value, scaling_ptr, scaling_ptr, slot, expert, 0,
-            top_k, stride_sl, stride_se, stride_ss, 0, 0, USE_SCALING_TENSOR, False,
+            token, k, mask_m, scaling_value, scaling_ptr, scaling_ptr, slot, expert, 0,
+            stride_sl, stride_se, stride_ss, 0, 0, USE_SCALING_TENSOR, False,
         )  # fmt: skip
         y_up, factors_up, y_up_rows = y, factors, y_rows + UP_SLICE * RANK
         if IS_GATED and A_SLICES == 2:
             y_up = load_y(y_up_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_R, 0)
             y_up = y_up.to(b_ptr.dtype.element_ty)
             factors_up = load_factors(
-                pair, mask_m, scaling_value, scaling_ptr, scaling_ptr, slot, expert, 1,
-                top_k, stride_sl, stride_se, stride_ss, 0, 0, USE_SCALING_TENSOR, False,
+                token, k, mask_m, scaling_value, scaling_ptr, scaling_ptr, slot, expert, 1,
+            stride_sl, stride_se, stride_ss, 0, 0, USE_SCALING_TENSOR, False,
             )  # fmt: skip
         b_group = b_ptr + slot * stride_bl + expert * stride_be
         first_block = (item % items_per_tile) * BLOCKS
@@ -165,22 +164,25 @@ def _expand_activation_kernel(
             act = activate(gate, up, limit, alpha, ACTIVATION).to(act_ptr.dtype.element_ty)
             tl.store(act_rows[:, None] + offs_j[None, :], act, mask=mask)
 
-    for block in range(tl.program_id(0), tl.cdiv(num_pairs, 16), tl.num_programs(0)):
-        pairs = block * 16 + tl.arange(0, 16)
+    # the rest: 16 pairs and BLOCKS blocks of I at a time, the pairs without an adapter among them
+    num_items = tl.cdiv(num_pairs, 16) * items_per_tile
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        pairs = (item // items_per_tile) * 16 + tl.arange(0, 16)
         virtual_ids, is_local = load_virtual_ids(
-            topk_ids_ptr, mapping_ptr, pairs, num_pairs, top_k, num_adapters, num_local_experts,
-            stride_it, stride_ik, stride_mt,
+            topk_ids_ptr, mapping_ptr, pairs, num_pairs, num_adapters, num_local_experts,
+            stride_it, stride_ik, stride_mt, TOP_K,
         )  # fmt: skip
         is_base = is_local & (virtual_ids < 0)
         if tl.max(is_base.to(tl.int32), axis=0) > 0:
-            token = (pairs // top_k).to(tl.int64)
-            in_rows = gate_up_ptr + token * stride_ot + (pairs % top_k) * stride_ok
-            act_rows = act_ptr + token * stride_ct + (pairs % top_k) * stride_ck
-            for block_start in range(0, features, BLOCK_N):
-                offs_j = block_start + tl.arange(0, BLOCK_N)
+            token, k = (pairs // TOP_K).to(tl.int64), (pairs % TOP_K).to(tl.int64)
+            in_rows = gate_up_ptr + token * stride_ot + k * stride_ok
+            act_rows = act_ptr + token * stride_ct + k * stride_ck
+            first_block = (item % items_per_tile) * BLOCKS
+            for block in range(first_block, tl.minimum(first_block + BLOCKS, num_blocks)):
+                offs_j = block * BLOCK_N + tl.arange(0, BLOCK_N)
                 mask_j = offs_j < features
                 gate, up = load_gate_up(
-                    in_rows, offs_j, is_base, mask_j, block_start, features,
+                    in_rows, offs_j, is_base, mask_j, block * BLOCK_N, features,
                     IS_GATED, IS_INTERLEAVED, BLOCK_N,
                 )  # fmt: skip
                 act = activate(gate, up, limit, alpha, ACTIVATION).to(act_ptr.dtype.element_ty)

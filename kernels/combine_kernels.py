@@ -21,7 +21,6 @@ def _pairwise_combine_kernel(
     topk_weights_ptr,  # (T, K)
     scaling_value,
     num_pairs,
-    top_k,
     num_adapters,
     num_local_experts,
     out_features,
@@ -38,6 +37,7 @@ def _pairwise_combine_kernel(
     stride_se,
     stride_wt,
     stride_wk,
+    TOP_K: tl.constexpr,
     RANK: tl.constexpr,
     USE_DELTA: tl.constexpr,
     USE_SCALING_TENSOR: tl.constexpr,
@@ -59,10 +59,10 @@ def _pairwise_combine_kernel(
     offs_n = (tl.program_id(0) % num_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < out_features
     acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for k in range(top_k):
-        pair = token * top_k + k
+    for k in range(TOP_K):
+        pair = token * TOP_K + k
         has_work, slot, expert = load_virtual_id(
-            topk_ids_ptr, mapping_ptr, pair, top_k, num_adapters, num_local_experts,
+            topk_ids_ptr, mapping_ptr, token.to(tl.int64), k, num_adapters, num_local_experts,
             stride_it, stride_ik, stride_mt,
         )  # fmt: skip
         is_local = (expert >= 0) & (expert < num_local_experts)

@@ -32,7 +32,7 @@ from moelora.kernels.routing import (
     build_routing_eager,
     max_tiles,
 )
-from moelora.kernels.tiles import PROGRAMS_PER_SM, cdiv
+from moelora.kernels.tiles import MAX_PROGRAMS_PER_SM, cdiv
 
 # Up to this many pairs the sum over top-k gathers B for each token; above, the deltas are added
 # in place first, where a group's rows share B.
@@ -68,24 +68,25 @@ def _activation_plan(
     early = can_launch_early(p.x.device)
     num_pairs, num_groups = s.num_tokens * s.top_k, s.num_adapters * s.num_local_experts
     expected = num_pairs if routing is None else routing.expected_pairs
-    block_m = routing.block_m if routing is not None and routing.block_m else 16
+    block_m = 0 if routing is None else routing.block_m
+    block_m = block_m or tiles.choose_block_m(num_pairs, num_groups, expected, s.rank) or 16
     gated = activation != "relu2"
     features = s.out_features // 2 if gated else s.out_features
     shrink, tile, in_use = grouped_shrink(p, block_m, expected)
     expand = tiles.grouped_expand_tile(in_use, block_m, s.rank, features, 1, sms)
     block_n = max(16, expand.block_n // 2) if gated else expand.block_n  # gate and up
     capacity = max_tiles(num_pairs, num_groups, block_m)
-    items = capacity * cdiv(cdiv(features, block_n), expand.blocks)
+    items = max(capacity, cdiv(num_pairs, 16)) * cdiv(cdiv(features, block_n), expand.blocks)
     last = Launch(
         _expand_activation_kernel,
-        min(max(items, cdiv(num_pairs, 16)), PROGRAMS_PER_SM * sms),
-        (p.scaling, limit, alpha, num_pairs, capacity, s.top_k, s.num_adapters,
+        min(items, MAX_PROGRAMS_PER_SM * sms),
+        (p.scaling, limit, alpha, num_pairs, capacity, s.num_adapters,
          s.num_local_experts, features, *act.stride()[:2], *p.output.stride()[:2], *p.b_strides,
          *p.scaling_strides, *p.id_strides),
         {
-            "RANK": s.rank, "A_SLICES": s.a_slices, "ACTIVATION": activation, "IS_GATED": gated,
-            "IS_INTERLEAVED": s.interleaved, "USE_SCALING_TENSOR": p.scaling_per_group is not None,
-            "SPLIT_K": tile.split_k, "BLOCK_M": block_m, "BLOCK_N": block_n,
+            "TOP_K": s.top_k, "RANK": s.rank, "A_SLICES": s.a_slices, "ACTIVATION": activation,
+            "IS_GATED": gated, "IS_INTERLEAVED": s.interleaved,
+            "USE_SCALING_TENSOR": p.scaling_per_group is not None, "SPLIT_K": tile.split_k, "BLOCK_M": block_m, "BLOCK_N": block_n,
             "BLOCK_R": expand.block_r, "BLOCKS": expand.blocks, "USE_PDL": early,
         },
         num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
@@ -192,7 +193,7 @@ def _run_activation(
     stream = raw_stream(x.device)
     if routing is None or routing.block_m == 0:
         num_adapters = lora_b.shape[0]
-        num_local = plan.last.numbers[7]
+        num_local = plan.last.numbers[6]
         routing = build_routing_eager(
             topk_ids, mapping, num_adapters, int(num_local), plan.routing_block_m, workspace, 0
         )
@@ -231,11 +232,11 @@ def _combine_plan(p: Problem, out: torch.Tensor, use_delta: bool) -> _FormPlan:
     last = Launch(
         _pairwise_combine_kernel,
         s.num_tokens * cdiv(s.out_features, block_n),
-        (p.scaling, num_pairs, s.top_k, s.num_adapters, s.num_local_experts, s.out_features,
+        (p.scaling, num_pairs, s.num_adapters, s.num_local_experts, s.out_features,
          *p.id_strides, out.stride(0), *p.output.stride()[:2], *p.b_strides,
          *p.scaling_strides[:2], *p.weight_strides),
         {
-            "RANK": s.rank, "USE_DELTA": use_delta,
+            "TOP_K": s.top_k, "RANK": s.rank, "USE_DELTA": use_delta,
             "USE_SCALING_TENSOR": p.scaling_per_group is not None, "SPLIT_K": split_k,
             "SPLITS": tiles.power_of_2(split_k, 1, 1024), "BLOCK_N": block_n,
             "BLOCK_R": expand.block_r, "USE_PDL": early,

@@ -32,7 +32,6 @@ def _fused_moe_lora_shrink_kernel(
     routing_ptr,  # the buffer of MoeLoraRouting, int32
     num_pairs,
     tile_capacity,
-    top_k,
     num_local_experts,
     in_features,
     stride_xt,
@@ -40,6 +39,7 @@ def _fused_moe_lora_shrink_kernel(
     stride_al,
     stride_ae,
     stride_ar,
+    TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,  # S * r
     X_PER_PAIR: tl.constexpr,
     K_PER_SPLIT: tl.constexpr,  # a multiple of BLOCK_K, or loads would not be vectorised
@@ -67,9 +67,9 @@ def _fused_moe_lora_shrink_kernel(
         mask_m = offs_m < rows
         mask_r = offs_r < COLUMNS
         pair = tl.load(routing_ptr + ROUTING_HEADER + first + offs_m, mask=mask_m, other=0)
-        x_rows = x_ptr + (pair // top_k).to(tl.int64) * stride_xt
+        x_rows = x_ptr + (pair // TOP_K).to(tl.int64) * stride_xt
         if X_PER_PAIR:
-            x_rows += (pair % top_k).to(tl.int64) * stride_xk
+            x_rows += (pair % TOP_K).to(tl.int64) * stride_xk
         a_rows = a_ptr + (virtual_id // num_local_experts).to(tl.int64) * stride_al
         a_rows += (virtual_id % num_local_experts).to(tl.int64) * stride_ae
         a_rows += offs_r.to(tl.int64) * stride_ar
@@ -146,7 +146,7 @@ def expand_dot(
 
 @triton.jit
 def load_factors(
-    pair, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, a_slice, top_k,
+    token, k, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, a_slice,
     stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
     USE_SCALING_TENSOR: tl.constexpr, USE_TOPK_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
@@ -157,9 +157,22 @@ def load_factors(
             scaling_ptr + slot * stride_sl + expert * stride_se + a_slice * stride_ss
         )
     if USE_TOPK_WEIGHTS:
-        offs_w = (pair // top_k) * stride_wt + (pair % top_k) * stride_wk
+        offs_w = token * stride_wt + k * stride_wk
         factors *= tl.load(topk_weights_ptr + offs_w, mask=mask_m, other=0.0).to(tl.float32)
     return factors
+
+
+@triton.jit
+def block_of_output(
+    out_rows, mask_m, a_slice, block, slice_features,
+    PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return pointers and mask of a block's output columns, (BLOCK_M, PARTS * BLOCK_N)."""
+    offs_n = block * PARTS * BLOCK_N + tl.arange(0, PARTS * BLOCK_N)
+    mask = mask_m[:, None] & (offs_n < PARTS * slice_features)[None, :]
+    if PARTS == 1:
+        offs_n += a_slice * slice_features
+    return out_rows[:, None] + offs_n[None, :], mask
 
 
 @triton.jit(do_not_specialize=["num_pairs", "tile_capacity", "scaling_value"])
@@ -173,7 +186,6 @@ def _fused_moe_lora_expand_kernel(
     scaling_value,
     num_pairs,
     tile_capacity,
-    top_k,
     num_local_experts,
     slice_features,  # output columns that one A slice feeds
     stride_ot,
@@ -186,6 +198,7 @@ def _fused_moe_lora_expand_kernel(
     stride_ss,
     stride_wt,
     stride_wk,
+    TOP_K: tl.constexpr,  # constants divide cheaply; so pairs are split into (token, k) as int32
     RANK: tl.constexpr,
     A_SLICES: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
@@ -206,6 +219,8 @@ def _fused_moe_lora_expand_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     PARTS: tl.constexpr = 2 if IS_INTERLEAVED and A_SLICES == 2 else 1
+    # short tiles are bound by B's bytes: there the registers serve better as more programs
+    PREFETCH: tl.constexpr = BLOCKS > 1 and BLOCK_M > 16
     blocks_per_slice = tl.cdiv(slice_features, BLOCK_N)
     items_per_slice = tl.cdiv(blocks_per_slice, BLOCKS)
     items_per_tile = items_per_slice * (A_SLICES // PARTS)
@@ -220,41 +235,48 @@ def _fused_moe_lora_expand_kernel(
         expert = (virtual_id % num_local_experts).to(tl.int64)
         offs_m = tl.arange(0, BLOCK_M)
         mask_m = offs_m < rows
-        pair = tl.load(routing_ptr + ROUTING_HEADER + first + offs_m, mask=mask_m, other=0).to(
-            tl.int64
-        )
+        pair = tl.load(routing_ptr + ROUTING_HEADER + first + offs_m, mask=mask_m, other=0)
+        token, k = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
         factors = load_factors(
-            pair, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, a_slice,
-            top_k, stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
+            token, k, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, a_slice,
+            stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
             USE_SCALING_TENSOR, USE_TOPK_WEIGHTS,
         )  # fmt: skip
         y_rows = y_ptr + (first + offs_m).to(tl.int64) * (A_SLICES * RANK) + a_slice * RANK
         y = load_y(y_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_R, 0).to(b_ptr.dtype.element_ty)
         if PARTS == 2:
             factors_up = load_factors(
-                pair, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, 1,
-                top_k, stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
+                token, k, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, 1,
+            stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
                 USE_SCALING_TENSOR, USE_TOPK_WEIGHTS,
             )  # fmt: skip
             y_up = load_y(y_rows + RANK, plane, mask_m, RANK, SPLIT_K, BLOCK_R, 0)
             y_up = y_up.to(b_ptr.dtype.element_ty)
-        out_rows = output_ptr + (pair // top_k) * stride_ot + (pair % top_k) * stride_ok
+        out_rows = output_ptr + token * stride_ot + k * stride_ok
         b_group = b_ptr + slot * stride_bl + expert * stride_be
         first_block = (item % items_per_slice) * BLOCKS
         last_block = tl.minimum(first_block + BLOCKS, blocks_per_slice)
+        if PREFETCH:
+            out_ptrs, mask = block_of_output(
+                out_rows, mask_m, a_slice, first_block, slice_features, PARTS, BLOCK_N
+            )
+            out = tl.load(out_ptrs, mask=mask, other=0.0)
         for block in range(first_block, last_block):
+            out_ptrs, mask = block_of_output(
+                out_rows, mask_m, a_slice, block, slice_features, PARTS, BLOCK_N
+            )
+            if PREFETCH:  # the next block is under way while this one is computed
+                next_ptrs, next_mask = block_of_output(
+                    out_rows, mask_m & (block + 1 < last_block), a_slice, block + 1,
+                    slice_features, PARTS, BLOCK_N,
+                )  # fmt: skip
+                next_out = tl.load(next_ptrs, mask=next_mask, other=0.0)
+            else:
+                out = tl.load(out_ptrs, mask=mask, other=0.0)
             offs_j = block * BLOCK_N + tl.arange(0, BLOCK_N)
             mask_j = offs_j < slice_features
             offs_n = a_slice * slice_features + offs_j * PARTS
             b_rows = b_group + offs_n.to(tl.int64) * stride_bn
-            mask_n = mask_j
-            if PARTS == 2:
-                offs_n = block * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
-                mask_n = offs_n < 2 * slice_features
-            # (BLOCK_M, PARTS * BLOCK_N); loaded ahead of the products, to overlap with B's loads
-            out_ptrs = out_rows[:, None] + offs_n[None, :]
-            mask = mask_m[:, None] & mask_n[None, :]
-            out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
             delta = factors[:, None] * expand_dot(
                 y, y_rows, b_rows, mask_m, mask_j, plane, RANK, SPLIT_K, BLOCK_R
             )
@@ -264,5 +286,7 @@ def _fused_moe_lora_expand_kernel(
                     RANK, SPLIT_K, BLOCK_R,
                 )  # fmt: skip
                 delta = tl.interleave(delta, up)
-            out += delta
-            tl.store(out_ptrs, out.to(output_ptr.dtype.element_ty), mask=mask)
+            total = out.to(tl.float32) + delta
+            tl.store(out_ptrs, total.to(output_ptr.dtype.element_ty), mask=mask)
+            if PREFETCH:
+                out = next_out

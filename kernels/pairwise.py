@@ -11,12 +11,11 @@ import triton.language as tl
 
 @triton.jit
 def load_virtual_id(
-    topk_ids_ptr, mapping_ptr, pair, top_k, num_adapters, num_local_experts,
+    topk_ids_ptr, mapping_ptr, token, k, num_adapters, num_local_experts,
     stride_it, stride_ik, stride_mt,
 ):  # fmt: skip
     """Return (has work, slot, expert) of one pair; slot and expert are 64-bit."""
-    token = (pair // top_k).to(tl.int64)
-    expert = tl.load(topk_ids_ptr + token * stride_it + (pair % top_k) * stride_ik).to(tl.int64)
+    expert = tl.load(topk_ids_ptr + token * stride_it + k * stride_ik).to(tl.int64)
     slot = tl.load(mapping_ptr + token * stride_mt).to(tl.int64)
     has_work = (expert >= 0) & (expert < num_local_experts) & (slot >= 0) & (slot < num_adapters)
     return has_work, slot, expert
@@ -30,7 +29,6 @@ def _pairwise_shrink_kernel(
     topk_ids_ptr,  # (T, K) int
     mapping_ptr,  # (T,) int
     num_pairs,
-    top_k,
     num_adapters,
     num_local_experts,
     in_features,
@@ -42,6 +40,7 @@ def _pairwise_shrink_kernel(
     stride_al,
     stride_ae,
     stride_ar,
+    TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,  # S * r
     X_PER_PAIR: tl.constexpr,
     K_PER_SPLIT: tl.constexpr,  # a multiple of BLOCK_K, or loads would not be vectorised
@@ -59,8 +58,9 @@ def _pairwise_shrink_kernel(
     item = tl.program_id(0)
     pair = item // (NUM_R_BLOCKS * SPLIT_K)
     split = (item // NUM_R_BLOCKS) % SPLIT_K
+    token, k = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
     has_work, slot, expert = load_virtual_id(
-        topk_ids_ptr, mapping_ptr, pair, top_k, num_adapters, num_local_experts,
+        topk_ids_ptr, mapping_ptr, token, k, num_adapters, num_local_experts,
         stride_it, stride_ik, stride_mt,
     )  # fmt: skip
     if has_work:
@@ -68,9 +68,9 @@ def _pairwise_shrink_kernel(
         mask_r = offs_r < COLUMNS
         k_begin = split * K_PER_SPLIT
         k_end = tl.minimum(in_features, k_begin + K_PER_SPLIT)
-        x_row = x_ptr + (pair // top_k).to(tl.int64) * stride_xt
+        x_row = x_ptr + token * stride_xt
         if X_PER_PAIR:
-            x_row += (pair % top_k).to(tl.int64) * stride_xk
+            x_row += k * stride_xk
         a_rows = a_ptr + slot * stride_al + expert * stride_ae + offs_r.to(tl.int64) * stride_ar
         acc = tl.zeros((BLOCK_R,), dtype=tl.float32)
         for start in range(k_begin, k_end, BLOCK_K):
@@ -116,7 +116,6 @@ def _pairwise_expand_kernel(
     topk_weights_ptr,  # (T, K), with USE_TOPK_WEIGHTS
     scaling_value,
     num_pairs,
-    top_k,
     num_adapters,
     num_local_experts,
     out_features,
@@ -133,6 +132,7 @@ def _pairwise_expand_kernel(
     stride_ss,
     stride_wt,
     stride_wk,
+    TOP_K: tl.constexpr,
     RANK: tl.constexpr,
     A_SLICES: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
@@ -156,8 +156,9 @@ def _pairwise_expand_kernel(
     blocks_per_slice = tl.cdiv(slice_features, BLOCK_N)
     item = tl.program_id(0)
     pair = item // (SLICES * blocks_per_slice)
+    token, k = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
     has_work, slot, expert = load_virtual_id(
-        topk_ids_ptr, mapping_ptr, pair, top_k, num_adapters, num_local_experts,
+        topk_ids_ptr, mapping_ptr, token, k, num_adapters, num_local_experts,
         stride_it, stride_ik, stride_mt,
     )  # fmt: skip
     if has_work:
@@ -165,8 +166,6 @@ def _pairwise_expand_kernel(
         offs_j = (item % blocks_per_slice) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_j < slice_features
         offs_n = a_slice * slice_features + offs_j
-        token = (pair // top_k).to(tl.int64)
-        k = pair % top_k
         b_rows = b_ptr + slot * stride_bl + expert * stride_be + offs_n.to(tl.int64) * stride_bn
         offs_r = tl.arange(0, BLOCK_R)
         # b (BLOCK_N, BLOCK_R), out (BLOCK_N,)

@@ -21,7 +21,7 @@ from moelora.kernels.routing import (
     build_routing_eager,
     max_tiles,
 )
-from moelora.kernels.tiles import PROGRAMS_PER_SM, cdiv
+from moelora.kernels.tiles import MAX_PROGRAMS_PER_SM, cdiv
 
 
 @dataclass
@@ -77,6 +77,7 @@ class Problem:
     @property
     def expand_constants(self) -> dict[str, object]:
         return {
+            "TOP_K": self.sizes.top_k,
             "RANK": self.sizes.rank,
             "A_SLICES": self.sizes.a_slices,
             "IS_INTERLEAVED": self.sizes.interleaved,
@@ -124,7 +125,7 @@ def pairwise_shrink(p: Problem) -> tuple[Launch, tiles.ShrinkTile]:
     launch = Launch(
         _pairwise_shrink_kernel,
         num_pairs * tile.split_k * cdiv(columns, tile.block_r),
-        (num_pairs, s.top_k, s.num_adapters, s.num_local_experts, s.in_features, *p.id_strides,
+        (num_pairs, s.num_adapters, s.num_local_experts, s.in_features, *p.id_strides,
          *p.x_strides, *p.a_strides),
         shrink_constants(s, tile, early),
         num_warps=tile.num_warps, num_stages=tile.num_stages, early=early,
@@ -134,6 +135,7 @@ def pairwise_shrink(p: Problem) -> tuple[Launch, tiles.ShrinkTile]:
 
 def shrink_constants(s: Sizes, tile: tiles.ShrinkTile, early: bool) -> dict[str, object]:
     return {
+        "TOP_K": s.top_k,
         "COLUMNS": s.a_slices * s.rank,
         "X_PER_PAIR": s.x_per_pair,
         "K_PER_SPLIT": tile.k_per_split,
@@ -159,7 +161,7 @@ def pairwise_plan(p: Problem) -> Plan:
         Launch(
             _pairwise_expand_kernel,
             num_pairs * slices * cdiv(s.out_features // slices, expand.block_n),
-            (p.scaling, num_pairs, s.top_k, s.num_adapters, s.num_local_experts, s.out_features,
+            (p.scaling, num_pairs, s.num_adapters, s.num_local_experts, s.out_features,
              *p.id_strides, *p.output.stride()[:2], *p.b_strides, *p.scaling_strides,
              *p.weight_strides),
             {
@@ -183,12 +185,12 @@ def grouped_shrink(
     num_pairs, num_groups = s.num_tokens * s.top_k, s.num_adapters * s.num_local_experts
     columns = s.a_slices * s.rank
     in_use = tiles.grouped_tiles(expected_pairs, num_groups, block_m)
-    tile = tiles.grouped_shrink_tile(in_use, block_m, columns, s.in_features, sms)
+    tile = tiles.grouped_shrink_tile(num_pairs, in_use, block_m, columns, s.in_features, sms)
     capacity = max_tiles(num_pairs, num_groups, block_m)
     launch = Launch(
         _fused_moe_lora_shrink_kernel,
-        min(capacity * tile.split_k * cdiv(columns, tile.block_r), PROGRAMS_PER_SM * sms),
-        (num_pairs, capacity, s.top_k, s.num_local_experts, s.in_features, *p.x_strides,
+        min(capacity * tile.split_k * cdiv(columns, tile.block_r), MAX_PROGRAMS_PER_SM * sms),
+        (num_pairs, capacity, s.num_local_experts, s.in_features, *p.x_strides,
          *p.a_strides),
         {**shrink_constants(s, tile, early), "BLOCK_M": block_m},
         num_warps=tile.num_warps, num_stages=tile.num_stages, early=early,
@@ -212,8 +214,8 @@ def grouped_plan(p: Problem, block_m: int, expected_pairs: int) -> Plan:
         launch,
         Launch(
             _fused_moe_lora_expand_kernel,
-            min(items, PROGRAMS_PER_SM * sms),
-            (p.scaling, num_pairs, capacity, s.top_k, s.num_local_experts, slice_features,
+            min(items, MAX_PROGRAMS_PER_SM * sms),
+            (p.scaling, num_pairs, capacity, s.num_local_experts, slice_features,
              *p.output.stride()[:2], *p.b_strides, *p.scaling_strides, *p.weight_strides),
             {
                 **p.expand_constants, "SPLIT_K": shrink.split_k, "BLOCK_M": block_m,
@@ -241,7 +243,7 @@ def add_plan(p: Problem, routing: MoeLoraRouting | None) -> Plan | None:
         return None
     if routing is None:
         expected_pairs = num_pairs
-        block_m = tiles.choose_block_m(num_pairs, num_groups, expected_pairs)
+        block_m = tiles.choose_block_m(num_pairs, num_groups, expected_pairs, s.rank)
     else:
         expected_pairs, block_m = routing.expected_pairs, routing.block_m
     return grouped_plan(p, block_m, expected_pairs) if block_m else pairwise_plan(p)

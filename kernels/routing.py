@@ -19,19 +19,20 @@ from moelora.kernels.launch import Launch, can_launch_early, num_sms, raw_stream
 from moelora.kernels.routing_kernels import (
     _count_pairs_kernel,
     _route_by_comparing_kernel,
+    _scan_groups_kernel,
     _scatter_pairs_kernel,
 )
-from moelora.kernels.tiles import cdiv, choose_block_m, power_of_2
+from moelora.kernels.tiles import cdiv, choose_block_m, most_partial_rows, power_of_2
 
 # Up to this many pairs each program compares its pairs with all others: one launch, no counters
-# per group. Above, the pairs are counted per group and scattered: two launches.
-MAX_PAIRS_COMPARED = 2048
+# per group. Above, the pairs are counted per group, and scattered: three launches.
+MAX_PAIRS_COMPARED = 512
 _COMPARISONS = 8192  # per program
-_COUNT_BLOCK = 64
+_COUNT_BLOCK = 32
 _SCATTER_BLOCK = 256
-_SCAN_CHUNK = 2048
-# int32 words before the counters per group: [0:2] the 64-bit cursor of the comparing kernel,
-# [2] the ticket of the counting kernel. All counters are zero between two calls.
+_SCAN_CHUNK = 4096
+# int32 words before the counters per group: [0:2] the 64-bit cursor of the comparing kernel.
+# All counters are zero between two calls.
 COUNTER_HEADER = 8
 # Words before the sorted pairs in a routing buffer: [0] the number of tiles.
 ROUTING_HEADER = 8
@@ -83,10 +84,10 @@ def allocate_workspace(
 ) -> MoeLoraWorkspace:
     """Return a workspace for every call of up to `num_tokens` tokens.
 
-    columns: the largest a_slices * r. Splitting K costs at most 4 tiles of 64 rows per
-    multiprocessor on top of the pairs' own rows (the tile rule stops there).
+    columns: the largest a_slices * r.
     """
-    rows = num_tokens * top_k + 4 * 64 * num_sms(torch.empty(0, device=device).device)
+    sms = num_sms(torch.empty(0, device=device).device)
+    rows = most_partial_rows(num_tokens * top_k, sms)
     return MoeLoraWorkspace(
         counters=torch.zeros(
             COUNTER_HEADER + num_adapters * num_local_experts, dtype=torch.int32, device=device
@@ -151,6 +152,7 @@ def build_routing(
     num_adapters: int,
     num_local_experts: int,
     num_global_experts: int | None = None,
+    rank: int = 16,
     block_m: int | None = None,
     workspace: MoeLoraWorkspace | None = None,
 ) -> MoeLoraRouting:
@@ -158,7 +160,8 @@ def build_routing(
 
     topk_ids: (T, K) local expert ids, negative for experts elsewhere. token_lora_mapping: (T,)
     adapter slots, -1 for base-only tokens. num_global_experts: under expert parallelism, the
-    experts of all ranks: tells the tile rule which share of the pairs to expect here.
+    experts of all ranks: tells the tile rule which share of the pairs to expect here. rank: r,
+    which the tile rule looks at too.
     block_m: rows of a tile, by default from the tile rule; 0 asks for the pairwise kernels, which
     need no routing. Reads nothing back to the host.
     """
@@ -171,7 +174,7 @@ def build_routing(
     if num_global_experts:
         expected = cdiv(expected * num_local_experts, max(num_local_experts, num_global_experts))
     if block_m is None:
-        block_m = choose_block_m(topk_ids.numel(), num_groups, expected)
+        block_m = choose_block_m(topk_ids.numel(), num_groups, expected, rank)
     if not ops.goes_through_operator(topk_ids):
         return build_routing_eager(
             topk_ids,
@@ -236,32 +239,36 @@ def _prepare(
     early = can_launch_early(topk_ids.device)
     num_pairs, num_groups, block_m = routing.num_pairs, routing.num_groups, routing.block_m
     sizes = (num_pairs, routing.max_tiles)
-    ids = (
-        topk_ids.shape[1], num_adapters, num_local_experts, *topk_ids.stride(),
-        token_lora_mapping.stride(0),
-    )  # fmt: skip
+    ids = (num_adapters, num_local_experts, *topk_ids.stride(), token_lora_mapping.stride(0))
+    top_k = topk_ids.shape[1]
     if comparing:
-        chunk = power_of_2(num_pairs, 128, MAX_PAIRS_COMPARED)
+        chunk = power_of_2(num_pairs, 128, _COMPARISONS)
         block = _COMPARISONS // chunk
         return [
             Launch(
                 _route_by_comparing_kernel, cdiv(num_pairs, block), (*sizes, *ids),
-                {"BLOCK_M": block_m, "BLOCK_P": block, "CHUNK": chunk, "USE_PDL": early},
+                {"TOP_K": top_k, "BLOCK_M": block_m, "BLOCK_P": block, "CHUNK": chunk,
+                 "USE_PDL": early},
                 num_warps=8, early=early,
             )
         ]  # fmt: skip
     return [
         Launch(
             _count_pairs_kernel, cdiv(num_pairs, _COUNT_BLOCK), (*sizes, num_groups, *ids),
-            {
-                "COUNTERS": COUNTER_HEADER, "BLOCK_M": block_m, "BLOCK_P": _COUNT_BLOCK,
-                "CHUNK": power_of_2(num_groups, 16, _SCAN_CHUNK), "USE_PDL": early,
-            },
-            early=early,
+            {"TOP_K": top_k, "COUNTERS": COUNTER_HEADER, "BLOCK_P": _COUNT_BLOCK,
+             "USE_PDL": early},
+            num_warps=1, early=early,
+        ),
+        Launch(
+            _scan_groups_kernel, 1, (*sizes, num_groups),
+            {"COUNTERS": COUNTER_HEADER, "BLOCK_M": block_m,
+             "CHUNK": power_of_2(num_groups, 16, _SCAN_CHUNK), "USE_PDL": early},
+            num_warps=16, early=early,
         ),
         Launch(
             _scatter_pairs_kernel, cdiv(num_pairs, _SCATTER_BLOCK), (*sizes, num_groups, *ids),
-            {"BLOCK_M": block_m, "BLOCK_P": _SCATTER_BLOCK, "USE_PDL": early}, early=early,
+            {"TOP_K": top_k, "BLOCK_M": block_m, "BLOCK_P": _SCATTER_BLOCK, "USE_PDL": early},
+            early=early,
         ),
     ]  # fmt: skip
 

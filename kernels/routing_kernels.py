@@ -16,18 +16,18 @@ def load_virtual_ids(
     mapping_ptr,  # (T,) int32 or int64
     offs_pair,
     num_pairs,
-    top_k,
     num_adapters,
     num_local_experts,
     stride_it,
     stride_ik,
     stride_mt,
+    TOP_K: tl.constexpr,
 ):
     """Return each pair's virtual expert, -1 for no work, and whether its expert is a local one."""
     mask = offs_pair < num_pairs
-    token = (offs_pair // top_k).to(tl.int64)
+    token = (offs_pair // TOP_K).to(tl.int64)
     expert = tl.load(
-        topk_ids_ptr + token * stride_it + (offs_pair % top_k) * stride_ik, mask=mask, other=-1
+        topk_ids_ptr + token * stride_it + (offs_pair % TOP_K) * stride_ik, mask=mask, other=-1
     )
     slot = tl.load(mapping_ptr + token * stride_mt, mask=mask, other=-1)
     is_local = (expert >= 0) & (expert < num_local_experts)
@@ -55,12 +55,12 @@ def _route_by_comparing_kernel(
     counters_ptr,  # [0:2] as int64: (programs that have finished) << 32 | tiles so far
     num_pairs,
     tile_capacity,
-    top_k,
     num_adapters,
     num_local_experts,
     stride_it,
     stride_ik,
     stride_mt,
+    TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -77,8 +77,8 @@ def _route_by_comparing_kernel(
     pid = tl.program_id(0)
     offs_i = pid * BLOCK_P + tl.arange(0, BLOCK_P)
     own, _own_is_local = load_virtual_ids(
-        topk_ids_ptr, mapping_ptr, offs_i, num_pairs, top_k, num_adapters, num_local_experts,
-        stride_it, stride_ik, stride_mt,
+        topk_ids_ptr, mapping_ptr, offs_i, num_pairs, num_adapters, num_local_experts,
+        stride_it, stride_ik, stride_mt, TOP_K,
     )  # fmt: skip
     # (CHUNK, BLOCK_P): threads lie along axis 1, so that the sums over axis 0 need few shuffles
     before = tl.zeros((CHUNK, BLOCK_P), dtype=tl.int32)  # pairs that sort before
@@ -86,8 +86,8 @@ def _route_by_comparing_kernel(
     for start in range(0, num_pairs, CHUNK):
         offs_j = start + tl.arange(0, CHUNK)
         other, _other_is_local = load_virtual_ids(
-            topk_ids_ptr, mapping_ptr, offs_j, num_pairs, top_k, num_adapters, num_local_experts,
-            stride_it, stride_ik, stride_mt,
+            topk_ids_ptr, mapping_ptr, offs_j, num_pairs, num_adapters, num_local_experts,
+            stride_it, stride_ik, stride_mt, TOP_K,
         )  # fmt: skip
         same = other[:, None] == own[None, :]
         earlier = same & (offs_j[:, None] < offs_i[None, :])
@@ -119,32 +119,6 @@ def _route_by_comparing_kernel(
 
 
 @triton.jit
-def _scan_groups(
-    routing_ptr, counts_ptr, offsets_ptr, num_groups, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Turn counts per group into first positions and first tiles; leaves the counts zero."""
-    rows_before = tl.zeros((), dtype=tl.int32)
-    tiles_before = tl.zeros((), dtype=tl.int32)
-    for start in range(0, num_groups, CHUNK):
-        offs = start + tl.arange(0, CHUNK)
-        mask = offs < num_groups
-        # (CHUNK,), past L1: other programs have counted
-        counts = tl.load(counts_ptr + offs, mask=mask, other=0, cache_modifier=".cg")
-        tiles = (counts + BLOCK_M - 1) // BLOCK_M
-        tl.store(counts_ptr + offs, tl.zeros((CHUNK,), dtype=tl.int32), mask=mask)
-        tl.store(offsets_ptr + offs, rows_before + tl.cumsum(counts, 0) - counts, mask=mask)
-        tl.store(
-            offsets_ptr + num_groups + 1 + offs,
-            tiles_before + tl.cumsum(tiles, 0) - tiles,
-            mask=mask,
-        )
-        rows_before += tl.sum(counts, axis=0)
-        tiles_before += tl.sum(tiles, axis=0)
-    tl.store(offsets_ptr + num_groups, rows_before)
-    tl.store(routing_ptr, tiles_before)
-
-
-@triton.jit
 def scratch(routing_ptr, num_pairs, tile_capacity):
     """Return (ranks, offsets), which lie behind the tiles of a routing buffer.
 
@@ -160,23 +134,21 @@ def _count_pairs_kernel(
     topk_ids_ptr,  # (T, K) int
     mapping_ptr,  # (T,) int
     routing_ptr,  # the buffer of MoeLoraRouting, int32
-    counters_ptr,  # [2] ticket, [COUNTERS:] (G,) counts; zero before and after
+    counters_ptr,  # [COUNTERS:] (G,) counts, zero before
     num_pairs,
     tile_capacity,
     num_groups,
-    top_k,
     num_adapters,
     num_local_experts,
     stride_it,
     stride_ik,
     stride_mt,
+    TOP_K: tl.constexpr,
     COUNTERS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    CHUNK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Grid (cdiv(P, BLOCK_P),). One program counts BLOCK_P pairs; the last one to end scans.
+    """Grid (cdiv(P, BLOCK_P),). One program counts BLOCK_P pairs.
 
     Pairs of one group are added to its counter together, so a hot expert costs one atomic per
     program. Ranks within a group follow the order of arrival; no result depends on it.
@@ -184,13 +156,13 @@ def _count_pairs_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    ranks_ptr, offsets_ptr = scratch(routing_ptr, num_pairs, tile_capacity)
+    ranks_ptr, _offsets_ptr = scratch(routing_ptr, num_pairs, tile_capacity)
     counts_ptr = counters_ptr + COUNTERS
     pid = tl.program_id(0)
     offs = pid * BLOCK_P + tl.arange(0, BLOCK_P)
     own, _own_is_local = load_virtual_ids(
-        topk_ids_ptr, mapping_ptr, offs, num_pairs, top_k, num_adapters, num_local_experts,
-        stride_it, stride_ik, stride_mt,
+        topk_ids_ptr, mapping_ptr, offs, num_pairs, num_adapters, num_local_experts,
+        stride_it, stride_ik, stride_mt, TOP_K,
     )  # fmt: skip
     has_work = own >= 0
     index = tl.arange(0, BLOCK_P)
@@ -206,12 +178,40 @@ def _count_pairs_kernel(
     base = tl.sum(tl.where(same, given[:, None], 0), axis=0)
     tl.store(ranks_ptr + offs, tl.where(has_work, base + rank, -1), mask=offs < num_pairs)
 
-    tl.debug_barrier()
-    ticket = tl.atomic_add(counters_ptr + 2, 1, sem="acq_rel")
-    if ticket == tl.num_programs(0) - 1:
-        tl.debug_barrier()
-        _scan_groups(routing_ptr, counts_ptr, offsets_ptr, num_groups, BLOCK_M, CHUNK)
-        tl.store(counters_ptr + 2, 0)
+
+@triton.jit(do_not_specialize=["num_pairs", "tile_capacity"])
+def _scan_groups_kernel(
+    topk_ids_ptr,  # not used here
+    mapping_ptr,  # not used here
+    routing_ptr,  # the buffer of MoeLoraRouting, int32
+    counters_ptr,  # [COUNTERS:] (G,) counts; left zero
+    num_pairs,
+    tile_capacity,
+    num_groups,
+    COUNTERS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Grid (1,). Turns counts per group into each group's first position and first tile."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    _ranks_ptr, offsets_ptr = scratch(routing_ptr, num_pairs, tile_capacity)
+    before = tl.zeros((), dtype=tl.int64)  # tiles << 32 | rows
+    for start in range(0, num_groups, CHUNK):
+        offs = start + tl.arange(0, CHUNK)
+        mask = offs < num_groups
+        # (CHUNK,)
+        counts = tl.load(counters_ptr + COUNTERS + offs, mask=mask, other=0)
+        tl.store(counters_ptr + COUNTERS + offs, tl.zeros((CHUNK,), dtype=tl.int32), mask=mask)
+        both = (((counts + BLOCK_M - 1) // BLOCK_M).to(tl.int64) << 32) + counts
+        first = before + tl.cumsum(both, 0) - both
+        tl.store(offsets_ptr + offs, (first & 0x7FFFFFFF).to(tl.int32), mask=mask)
+        tl.store(offsets_ptr + num_groups + 1 + offs, (first >> 32).to(tl.int32), mask=mask)
+        before += tl.sum(both, axis=0)
+    tl.store(offsets_ptr + num_groups, (before & 0x7FFFFFFF).to(tl.int32))
+    tl.store(routing_ptr, (before >> 32).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["num_pairs", "tile_capacity"])
@@ -223,12 +223,12 @@ def _scatter_pairs_kernel(
     num_pairs,
     tile_capacity,
     num_groups,
-    top_k,
     num_adapters,
     num_local_experts,
     stride_it,
     stride_ik,
     stride_mt,
+    TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -240,8 +240,8 @@ def _scatter_pairs_kernel(
     ranks_ptr, offsets_ptr = scratch(routing_ptr, num_pairs, tile_capacity)
     offs = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     own, _own_is_local = load_virtual_ids(
-        topk_ids_ptr, mapping_ptr, offs, num_pairs, top_k, num_adapters, num_local_experts,
-        stride_it, stride_ik, stride_mt,
+        topk_ids_ptr, mapping_ptr, offs, num_pairs, num_adapters, num_local_experts,
+        stride_it, stride_ik, stride_mt, TOP_K,
     )  # fmt: skip
     has_work = own >= 0
     rank = tl.load(ranks_ptr + offs, mask=has_work, other=0)

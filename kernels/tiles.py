@@ -7,7 +7,9 @@ TUNING.md says what each number was measured against.
 import math
 from typing import NamedTuple
 
+# How finely the work is cut, and into how many programs at most; more of it goes in strides.
 PROGRAMS_PER_SM = 16
+MAX_PROGRAMS_PER_SM = 32
 
 
 class ShrinkTile(NamedTuple):
@@ -41,26 +43,27 @@ def expected_groups(num_pairs: int, num_groups: int) -> float:
     return num_groups * -math.expm1(-num_pairs / num_groups) if num_groups else 0.0
 
 
-def prefers_pairs(num_pairs: int, num_groups: int, expected_pairs: int) -> bool:
+def prefers_pairs(num_pairs: int, num_groups: int, expected_pairs: int, rank: int) -> bool:
     """Whether to skip the routing: few pairs, of which hardly two share a group's weights.
 
-    Every pair costs programs, whether its expert is here or not: under expert parallelism fewer.
+    Every pair costs programs in proportion to r, whether its expert is here or not: with a large
+    r, or under expert parallelism, the limit is lower.
     """
-    most = 512 if 2 * expected_pairs >= num_pairs else 128
+    most = 512 if 2 * expected_pairs >= num_pairs and rank <= 32 else 128
     return num_pairs <= most and expected_pairs < 1.6 * expected_groups(expected_pairs, num_groups)
 
 
-def choose_block_m(num_pairs: int, num_groups: int, expected_pairs: int) -> int:
+def choose_block_m(num_pairs: int, num_groups: int, expected_pairs: int, rank: int) -> int:
     """Return the rows of a tile: the smallest that does not cut a typical group too often.
 
     0 where the pairwise kernels are the better choice.
     """
-    if prefers_pairs(num_pairs, num_groups, expected_pairs):
+    if prefers_pairs(num_pairs, num_groups, expected_pairs, rank):
         return 0
     rows = expected_pairs / max(1, min(num_groups, expected_pairs))
-    if rows <= 20:
+    if rows <= 24:
         return 16
-    return 32 if rows <= 48 else 64
+    return 32 if rows <= (128 if rank > 32 else 512) else 64
 
 
 def _split(in_features: int, block_k: int, splits: int) -> tuple[int, int]:
@@ -98,17 +101,24 @@ def grouped_tiles(expected_pairs: int, num_groups: int, block_m: int) -> int:
     return max(1, int(max(groups, expected_pairs / block_m + groups / 2)))
 
 
+def most_partial_rows(num_pairs: int, sms: int) -> int:
+    """Return the bound on the rank vectors of a stage, all splits together."""
+    return 4 * num_pairs + 4 * 64 * sms
+
+
 def grouped_shrink_tile(
-    tiles: int, block_m: int, columns: int, in_features: int, sms: int
+    num_pairs: int, tiles: int, block_m: int, columns: int, in_features: int, sms: int
 ) -> ShrinkTile:
     """tiles: expected in use. columns: S * r."""
     block_r = power_of_2(columns, 16, 128)
-    block_k = power_of_2(in_features, 32, 128 if block_r * block_m <= 64 * 64 else 64)
+    block_k = power_of_2(in_features, 32, 128 if block_m <= 32 else 64)
     programs = tiles * cdiv(columns, block_r)
-    split_k, k_per_split = _split(in_features, block_k, cdiv(4 * sms, programs))
+    splits = min(cdiv(10 * sms, programs), most_partial_rows(num_pairs, sms) // num_pairs)
+    split_k, k_per_split = _split(in_features, block_k, splits)
     while split_k > 1 and k_per_split < 4 * block_k:  # a few steps to pipeline
         split_k, k_per_split = _split(in_features, block_k, split_k // 2)
-    return ShrinkTile(block_r, block_k, split_k, k_per_split, 4, 4)
+    stages = 3 if block_k * (block_m + block_r) > 128 * 96 else 4  # so that 3 programs fit
+    return ShrinkTile(block_r, block_k, split_k, k_per_split, 4, stages)
 
 
 def grouped_expand_tile(

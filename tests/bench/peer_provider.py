@@ -41,7 +41,7 @@ class Ours(Base):
     def align(self, inp: Any) -> MoeLoraRouting:
         return build_routing(
             inp.ids, inp.map, num_adapters=self.c.L, num_local_experts=self.d["E"],
-            num_global_experts=self.d["EG"], block_m=self.block_m, workspace=self.ws,
+            num_global_experts=self.d["EG"], rank=self.c.r, block_m=self.block_m, workspace=self.ws,
         )  # fmt: skip
 
     def gu(self, inp: Any, st: MoeLoraRouting) -> None:

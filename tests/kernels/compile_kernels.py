@@ -99,34 +99,57 @@ def meta_call(
     interleaved: bool = False,
     hidden: int = 2048,
     features: int = 768,
+    activation: str | None = None,
+    combine: bool = False,
 ) -> None:
     """One stage of a layer with 8 adapters, 128 experts and top-8, on meta tensors."""
-    from moelora.kernels import fused_moe_lora
+    from moelora.kernels import fused_moe_lora, fused_moe_lora_activation, fused_moe_lora_combine
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
     ids, mapping = empty(tokens, 8, of=torch.int32), empty(tokens, of=torch.int32)
     slices, width, out = (1, features, hidden) if down else (2, hidden, 2 * features)
+    if activation == "relu2":
+        slices, out = 1, features
     x = empty(tokens, 8, width) if down else empty(tokens, width)
-    fused_moe_lora(
+    tensors = (
         empty(tokens, 8, out), x, empty(8, 128, slices * rank, width), empty(8, 128, out, rank),
-        ids, mapping, scaling=empty(8, 1, 1, of=torch.float32), a_slices=slices,
-        topk_weights=empty(tokens, 8, of=torch.float32) if down else None,
-        gate_up_layout="interleaved" if interleaved else "concatenated",
+        ids, mapping,
     )  # fmt: skip
+    scaling, weights = empty(8, 1, 1, of=torch.float32), empty(tokens, 8, of=torch.float32)
+    layout = "interleaved" if interleaved else "concatenated"
+    if activation:
+        fused_moe_lora_activation(
+            empty(tokens, 8, features), *tensors, scaling=scaling, a_slices=slices,
+            activation=activation, gate_up_layout=layout,
+        )  # fmt: skip
+    elif combine:
+        fused_moe_lora_combine(empty(tokens, out), *tensors, scaling=scaling, topk_weights=weights)
+    else:
+        fused_moe_lora(
+            *tensors, scaling=scaling, a_slices=slices, gate_up_layout=layout,
+            topk_weights=weights if down else None,
+        )  # fmt: skip
 
 
 def all_calls() -> None:
     """Every kernel at least once, in the types and ranks that are served."""
     for rank in (16, 64):
-        for tokens in (1, 64, 256, 8192):  # pairwise, and three heights of tiles
+        for tokens in (1, 256):  # pairwise, and short tiles
             meta_call(tokens, rank=rank)
-            meta_call(tokens, rank=rank, down=True)
+        meta_call(65536, rank=rank, down=True)  # tall tiles, counted routing
+    meta_call(16, down=True)
+    meta_call(64, interleaved=True)
     meta_call(256, interleaved=True)
     meta_call(256, rank=256)  # several blocks of r
     meta_call(256, dtype=torch.float16, hidden=2041, features=763)  # nothing is aligned
     meta_call(256, dtype=torch.float32)
+    meta_call(256, activation="silu")
+    meta_call(256, activation="relu2")
+    meta_call(65536, activation="gpt_oss", interleaved=True)
+    meta_call(16, down=True, combine=True)
+    meta_call(256, down=True, combine=True)
 
 
 def main() -> None:
