@@ -19,7 +19,7 @@ from moelora.kernels.launch import (
     INTERPRETED,
     Launch,
     can_launch_early,
-    num_sms,
+    gpu_of,
     on_device,
     raw_stream,
     require_triton,
@@ -64,7 +64,7 @@ def _activation_plan(
     p: Problem, act: torch.Tensor, activation: str, limit: float, alpha: float,
     routing: MoeLoraRouting | None,
 ) -> _FormPlan:  # fmt: skip
-    s, sms = p.sizes, num_sms(p.x.device)
+    s, gpu = p.sizes, gpu_of(p.x.device)
     early = can_launch_early(p.x.device)
     num_pairs, num_groups = s.num_tokens * s.top_k, s.num_adapters * s.num_local_experts
     expected = num_pairs if routing is None else routing.expected_pairs
@@ -73,13 +73,15 @@ def _activation_plan(
     gated = activation != "relu2"
     features = s.out_features // 2 if gated else s.out_features
     shrink, tile, in_use = grouped_shrink(p, block_m, expected)
-    expand = tiles.grouped_expand_tile(in_use, block_m, s.rank, features, 1, sms)
+    expand = tiles.grouped_expand_tile(
+        in_use, block_m, s.rank, features, 1 + gated, 1, gpu, p.x.element_size()
+    )
     block_n = max(16, expand.block_n // 2) if gated else expand.block_n  # gate and up
     capacity = max_tiles(num_pairs, num_groups, block_m)
     items = max(capacity, cdiv(num_pairs, 16)) * cdiv(cdiv(features, block_n), expand.blocks)
     last = Launch(
         _expand_activation_kernel,
-        min(items, MAX_PROGRAMS_PER_SM * sms),
+        min(items, MAX_PROGRAMS_PER_SM * gpu.sms),
         (p.scaling, limit, alpha, num_pairs, capacity, s.num_adapters,
          s.num_local_experts, features, *act.stride()[:2], *p.output.stride()[:2], *p.b_strides,
          *p.scaling_strides, *p.id_strides),
@@ -222,12 +224,12 @@ def _interpret_activation(
 
 
 def _combine_plan(p: Problem, out: torch.Tensor, use_delta: bool) -> _FormPlan:
-    s, sms = p.sizes, num_sms(p.x.device)
+    s, gpu = p.sizes, gpu_of(p.x.device)
     early = can_launch_early(p.x.device)
     num_pairs = s.num_tokens * s.top_k
     shrink, tile = pairwise_shrink(p)
     split_k = tile.split_k if use_delta else 1
-    expand = tiles.pairwise_expand_tile(s.num_tokens, s.rank, s.out_features, 1, sms)
+    expand = tiles.pairwise_expand_tile(s.num_tokens, s.rank, s.out_features, 1, gpu.sms)
     block_n = expand.block_n if use_delta else min(1024, tiles.power_of_2(s.out_features, 32, 1024))
     last = Launch(
         _pairwise_combine_kernel,

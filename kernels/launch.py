@@ -10,9 +10,23 @@ import triton
 from triton.runtime.driver import driver
 
 from moelora.kernels.errors import KernelUnavailableError
+from moelora.kernels.tiles import Gpu
 
 # Fixed when Triton is first imported: set later, only half of it would take effect.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+# Bytes of shared memory that one program can have, by compute capability; others get the least.
+SHARED_MEMORY = {
+    80: 163 << 10,
+    86: 99 << 10,
+    87: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    103: 227 << 10,
+}
+SMALL_SHARED_MEMORY = 64 << 10
+SHARED_MEMORY_KEPT = 12 << 10  # for what the compiler needs besides the tiles
 
 _NOTHING = nullcontext()
 
@@ -29,11 +43,16 @@ def require_triton(tensor: torch.Tensor) -> None:
 
 
 @functools.cache
-def num_sms(device: torch.device) -> int:
-    """Return the number of multiprocessors; 132 where there is no GPU to ask."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def gpu_of(device: torch.device) -> Gpu:
+    """Return what the tile rule needs to know; without a GPU to ask, as on an H200."""
+    sms, shared = 132, SHARED_MEMORY[90]
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        sms = int(properties.multi_processor_count)
+    if not INTERPRETED and device.type != "cpu":
+        target = driver.active.get_current_target()
+        shared = SHARED_MEMORY.get(target.arch, SMALL_SHARED_MEMORY)
+    return Gpu(sms, shared - SHARED_MEMORY_KEPT)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from moelora.kernels import tiles
 from moelora.kernels.arguments import Sizes
 from moelora.kernels.errors import ArgumentError
 from moelora.kernels.grouped import _fused_moe_lora_expand_kernel, _fused_moe_lora_shrink_kernel
-from moelora.kernels.launch import Launch, can_launch_early, num_sms, raw_stream
+from moelora.kernels.launch import Launch, can_launch_early, gpu_of, raw_stream
 from moelora.kernels.pairwise import _pairwise_expand_kernel, _pairwise_shrink_kernel
 from moelora.kernels.routing import (
     MoeLoraRouting,
@@ -121,7 +121,7 @@ def pairwise_shrink(p: Problem) -> tuple[Launch, tiles.ShrinkTile]:
     s = p.sizes
     early = can_launch_early(p.x.device)
     num_pairs, columns = s.num_tokens * s.top_k, s.a_slices * s.rank
-    tile = tiles.pairwise_shrink_tile(num_pairs, columns, s.in_features, num_sms(p.x.device))
+    tile = tiles.pairwise_shrink_tile(num_pairs, columns, s.in_features, gpu_of(p.x.device).sms)
     launch = Launch(
         _pairwise_shrink_kernel,
         num_pairs * tile.split_k * cdiv(columns, tile.block_r),
@@ -149,7 +149,7 @@ def shrink_constants(s: Sizes, tile: tiles.ShrinkTile, early: bool) -> dict[str,
 
 def pairwise_plan(p: Problem) -> Plan:
     s, device = p.sizes, p.x.device
-    early, sms = can_launch_early(device), num_sms(device)
+    early, sms = can_launch_early(device), gpu_of(device).sms
     num_pairs = s.num_tokens * s.top_k
     launch, shrink = pairwise_shrink(p)
     slices = 1 if s.interleaved else s.a_slices  # parts of N that no block may cross
@@ -180,16 +180,18 @@ def grouped_shrink(
     p: Problem, block_m: int, expected_pairs: int
 ) -> tuple[Launch, tiles.ShrinkTile, int]:
     """Return the launch of the grouped shrink, its tile, and how many tiles to expect in use."""
-    s, sms = p.sizes, num_sms(p.x.device)
+    s, gpu = p.sizes, gpu_of(p.x.device)
     early = can_launch_early(p.x.device)
     num_pairs, num_groups = s.num_tokens * s.top_k, s.num_adapters * s.num_local_experts
     columns = s.a_slices * s.rank
     in_use = tiles.grouped_tiles(expected_pairs, num_groups, block_m)
-    tile = tiles.grouped_shrink_tile(num_pairs, in_use, block_m, columns, s.in_features, sms)
+    tile = tiles.grouped_shrink_tile(
+        num_pairs, in_use, block_m, columns, s.in_features, gpu, p.x.element_size()
+    )
     capacity = max_tiles(num_pairs, num_groups, block_m)
     launch = Launch(
         _fused_moe_lora_shrink_kernel,
-        min(capacity * tile.split_k * cdiv(columns, tile.block_r), MAX_PROGRAMS_PER_SM * sms),
+        min(capacity * tile.split_k * cdiv(columns, tile.block_r), MAX_PROGRAMS_PER_SM * gpu.sms),
         (num_pairs, capacity, s.num_local_experts, s.in_features, *p.x_strides,
          *p.a_strides),
         {**shrink_constants(s, tile, early), "BLOCK_M": block_m},
@@ -199,13 +201,16 @@ def grouped_shrink(
 
 
 def grouped_plan(p: Problem, block_m: int, expected_pairs: int) -> Plan:
-    s, sms = p.sizes, num_sms(p.x.device)
+    s, gpu = p.sizes, gpu_of(p.x.device)
     early = can_launch_early(p.x.device)
     num_pairs, num_groups = s.num_tokens * s.top_k, s.num_adapters * s.num_local_experts
     slice_features = s.out_features // s.a_slices
     slices = 1 if s.interleaved else s.a_slices  # of which an item owns one
     launch, shrink, in_use = grouped_shrink(p, block_m, expected_pairs)
-    expand = tiles.grouped_expand_tile(in_use, block_m, s.rank, slice_features, slices, sms)
+    expand = tiles.grouped_expand_tile(
+        in_use, block_m, s.rank, slice_features, s.a_slices // slices, slices, gpu,
+        p.x.element_size(),
+    )  # fmt: skip
     capacity = max_tiles(num_pairs, num_groups, block_m)
     items = capacity * slices * cdiv(cdiv(slice_features, expand.block_n), expand.blocks)
     return Plan(
@@ -214,7 +219,7 @@ def grouped_plan(p: Problem, block_m: int, expected_pairs: int) -> Plan:
         launch,
         Launch(
             _fused_moe_lora_expand_kernel,
-            min(items, MAX_PROGRAMS_PER_SM * sms),
+            min(items, MAX_PROGRAMS_PER_SM * gpu.sms),
             (p.scaling, num_pairs, capacity, s.num_local_experts, slice_features,
              *p.output.stride()[:2], *p.b_strides, *p.scaling_strides, *p.weight_strides),
             {

@@ -15,7 +15,7 @@ import torch
 
 from moelora.kernels.arguments import INT_DTYPES
 from moelora.kernels.errors import ArgumentError
-from moelora.kernels.launch import Launch, can_launch_early, num_sms, raw_stream, require_triton
+from moelora.kernels.launch import Launch, can_launch_early, gpu_of, raw_stream, require_triton
 from moelora.kernels.routing_kernels import (
     _count_pairs_kernel,
     _route_by_comparing_kernel,
@@ -86,7 +86,7 @@ def allocate_workspace(
 
     columns: the largest a_slices * r.
     """
-    sms = num_sms(torch.empty(0, device=device).device)
+    sms = gpu_of(torch.empty(0, device=device).device).sms
     rows = most_partial_rows(num_tokens * top_k, sms)
     return MoeLoraWorkspace(
         counters=torch.zeros(

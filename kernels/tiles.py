@@ -12,6 +12,13 @@ PROGRAMS_PER_SM = 16
 MAX_PROGRAMS_PER_SM = 32
 
 
+class Gpu(NamedTuple):
+    """What the tile rule knows about a GPU."""
+
+    sms: int
+    shared: int  # bytes of shared memory that a program's tiles may take
+
+
 class ShrinkTile(NamedTuple):
     block_r: int
     block_k: int
@@ -107,28 +114,34 @@ def most_partial_rows(num_pairs: int, sms: int) -> int:
 
 
 def grouped_shrink_tile(
-    num_pairs: int, tiles: int, block_m: int, columns: int, in_features: int, sms: int
+    num_pairs: int, tiles: int, block_m: int, columns: int, in_features: int, gpu: Gpu, item: int
 ) -> ShrinkTile:
-    """tiles: expected in use. columns: S * r."""
+    """tiles: expected in use. columns: S * r. item: bytes of an element."""
     block_r = power_of_2(columns, 16, 128)
     block_k = power_of_2(in_features, 32, 128 if block_m <= 32 else 64)
+    stages = 3 if block_k * (block_m + block_r) > 128 * 96 else 4  # so that 3 programs fit
+    while stages * block_k * (block_m + block_r) * item > gpu.shared:
+        stages, block_k = (stages - 1, block_k) if stages > 2 else (stages, block_k // 2)
     programs = tiles * cdiv(columns, block_r)
-    splits = min(cdiv(10 * sms, programs), most_partial_rows(num_pairs, sms) // num_pairs)
+    splits = min(cdiv(10 * gpu.sms, programs), most_partial_rows(num_pairs, gpu.sms) // num_pairs)
     split_k, k_per_split = _split(in_features, block_k, splits)
     while split_k > 1 and k_per_split < 4 * block_k:  # a few steps to pipeline
         split_k, k_per_split = _split(in_features, block_k, split_k // 2)
-    stages = 3 if block_k * (block_m + block_r) > 128 * 96 else 4  # so that 3 programs fit
     return ShrinkTile(block_r, block_k, split_k, k_per_split, 4, stages)
 
 
 def grouped_expand_tile(
-    tiles: int, block_m: int, rank: int, slice_features: int, slices: int, sms: int
+    tiles: int, block_m: int, rank: int, features: int, parts: int, slices: int, gpu: Gpu, item: int
 ) -> ExpandTile:
-    """tiles: expected in use. slice_features: output columns that one A slice feeds."""
+    """tiles: expected in use. features: output columns of a slice. parts: rows of B per column of a
+    block (2 for gate and up together). slices: of A, of which an item owns one."""
     block_r = power_of_2(rank, 16, 64 if block_m > 16 else 128)
-    block_n = power_of_2(slice_features, 16, 256 if block_m == 16 and block_r <= 32 else 128)
-    per_slice = cdiv(slice_features, block_n)
+    block_n = power_of_2(features, 16, 256 if block_m == 16 and block_r <= 32 else 128)
+    stages = 3
+    while (stages * block_n * parts + 2 * block_m) * block_r * item > gpu.shared:
+        stages, block_n = (stages - 1, block_n) if stages > 2 else (stages, block_n // 2)
+    per_slice = cdiv(features, block_n)
     # as many blocks per program as leave every multiprocessor 16 programs
-    blocks = tiles * slices * per_slice // (PROGRAMS_PER_SM * sms)
+    blocks = tiles * slices * per_slice // (PROGRAMS_PER_SM * gpu.sms)
     blocks = cdiv(per_slice, cdiv(per_slice, max(1, min(8, blocks))))
-    return ExpandTile(block_n, block_r, blocks, 8 if block_m > 64 else 4, 3)
+    return ExpandTile(block_n, block_r, blocks, 8 if block_m > 64 else 4, stages)

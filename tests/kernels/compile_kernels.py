@@ -1,6 +1,6 @@
 """Compiles every kernel for several GPUs on a machine without one, and prints what each needs.
 
-    python -P tests/kernels/compile_kernels.py [sm_90 ...]
+    python -P tests/kernels/compile_kernels.py [--all] [sm_90 ...]
 
 The launches are those of the public functions on meta tensors, so what is compiled is what runs.
 Prints one JSON line per kernel: target, kernel, registers, spilled bytes, shared memory.
@@ -69,7 +69,11 @@ def resources(compiled: Any) -> dict[str, int]:
 
 def compile_for(name: str, calls: Any) -> list[dict[str, Any]]:
     """Run `calls()` with launches turned into compilations; return one row per new kernel."""
+    from moelora.kernels import launch
+
     driver.set_active(PretendDriver(name))
+    launch.gpu_of.cache_clear()
+    launch.can_launch_early.cache_clear()
     rows: dict[str, dict[str, Any]] = {}
     run = JITFunction.run
 
@@ -133,28 +137,38 @@ def meta_call(
         )  # fmt: skip
 
 
+def each_kernel() -> None:
+    """Every kernel once, in bf16: what CI compiles for every GPU."""
+    meta_call(1)  # pairwise
+    meta_call(64, rank=64)  # routing by comparing, short tiles
+    meta_call(65536, rank=64, down=True)  # routing by counting, tall tiles
+    meta_call(64, activation="silu")
+    meta_call(64, activation="gpt_oss", interleaved=True)
+    meta_call(64, activation="relu2")
+    meta_call(16, down=True, combine=True)
+
+
 def all_calls() -> None:
-    """Every kernel at least once, in the types and ranks that are served."""
+    """More types, ranks and layouts: for the table in TUNING.md."""
+    each_kernel()
     for rank in (16, 64):
-        for tokens in (1, 256):  # pairwise, and short tiles
+        for tokens in (1, 256):
             meta_call(tokens, rank=rank)
-        meta_call(65536, rank=rank, down=True)  # tall tiles, counted routing
+        meta_call(65536, rank=rank, down=True)
     meta_call(16, down=True)
     meta_call(64, interleaved=True)
     meta_call(256, interleaved=True)
     meta_call(256, rank=256)  # several blocks of r
     meta_call(256, dtype=torch.float16, hidden=2041, features=763)  # nothing is aligned
     meta_call(256, dtype=torch.float32)
-    meta_call(256, activation="silu")
-    meta_call(256, activation="relu2")
     meta_call(65536, activation="gpt_oss", interleaved=True)
-    meta_call(16, down=True, combine=True)
     meta_call(256, down=True, combine=True)
 
 
 def main() -> None:
-    for name in sys.argv[1:] or TARGETS:
-        for row in compile_for(name, all_calls):
+    calls = all_calls if "--all" in sys.argv else each_kernel
+    for name in [a for a in sys.argv[1:] if a != "--all"] or TARGETS:
+        for row in compile_for(name, calls):
             print(json.dumps(row), flush=True)
 
 
