@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING
 from moelora.cli.exit_codes import ExitCode
 from moelora.cli.options import (
     AdapterArgument,
+    AssumeRolesOption,
     BaseConfigOption,
     BaseOption,
+    ExpertBLayoutOption,
+    ExpertOrientationOption,
+    GateUpLayoutOption,
+    IgnoreOption,
     JsonOption,
     RevisionOption,
     examples,
@@ -31,6 +36,11 @@ def inspect(
     base: BaseOption = None,
     base_config: BaseConfigOption = None,
     revision: RevisionOption = None,
+    expert_b_layout: ExpertBLayoutOption = "auto",
+    expert_orientation: ExpertOrientationOption = "auto",
+    gate_up_layout: GateUpLayoutOption = "auto",
+    ignore: IgnoreOption = None,
+    assume_roles: AssumeRolesOption = False,
     as_json: JsonOption = False,
 ) -> int:
     """Say what an adapter holds: format, ranks, modules, experts, and everything that is wrong.
@@ -40,10 +50,19 @@ def inspect(
     with reporting("inspect", as_json) as out:
         from moelora.slicing.adapter import Adapter
         from moelora.slicing.inspect import inspect_adapter
+        from moelora.slicing.options import PlanOptions
 
+        options = PlanOptions(
+            expert_b_layout=expert_b_layout,
+            expert_orientation=expert_orientation,
+            gate_up_layout=gate_up_layout,
+            ignore=tuple(ignore or ()),
+            assume_roles=assume_roles,
+        )
         with Adapter.open(adapter, revision) as opened:
             config_file = str(base_config) if base_config else None
-            report = inspect_adapter(opened, _base_if_any(opened, base, config_file, out))
+            known = _base_if_any(opened, base, config_file, out)
+            report = inspect_adapter(opened, known, options)
         out.report(report.to_json(), report.to_text())
         return ExitCode.INPUT if report.faults else ExitCode.OK
 

@@ -63,6 +63,63 @@ JsonOption = Annotated[
 ]
 
 
+SharedExpertsOption = Annotated[
+    Literal["sharded", "replicated"],
+    typer.Option(
+        "--shared-experts",
+        help="Shared experts: cut by the outer tp rank, or whole on every rank (SGLang with an "
+        "all-to-all backend).",
+    ),
+]
+LmHeadOption = Annotated[
+    Literal["replicated", "sharded"],
+    typer.Option(
+        "--lm-head",
+        help="lm_head: whole on every rank (vLLM), or cut by the padded vocabulary (SGLang).",
+    ),
+]
+ExpertBLayoutOption = Annotated[
+    Literal["auto", "rank_major", "expert_major"],
+    typer.Option(
+        "--expert-b-layout",
+        help="Column order of PEFT's flat expert lora_B; auto goes by the adapter, else PEFT's "
+        "rank_major.",
+    ),
+]
+ExpertOrientationOption = Annotated[
+    Literal["auto", "canonical", "swapped"],
+    typer.Option(
+        "--expert-orientation",
+        help="Side on which an expert's lora_A stands; auto goes by the shapes, else by the PEFT "
+        "version, else refuses.",
+    ),
+]
+GateUpLayoutOption = Annotated[
+    Literal["auto", "concatenated", "interleaved"],
+    typer.Option(
+        "--gate-up-layout",
+        help="Row order of a fused gate_up where the file's format does not fix it (gpt-oss).",
+    ),
+]
+IgnoreOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore",
+        metavar="REGEX",
+        help="Leave out tensors whose key this matches, and list them as skipped; may be given "
+        "several times. Default: none.",
+    ),
+]
+AssumeRolesOption = Annotated[
+    bool,
+    typer.Option(
+        "--assume-roles",
+        help="Place plain attention and MLP modules of an unknown family by their names. "
+        "Default: refuse.",
+    ),
+]
+
+
 def examples(*lines: str) -> str:
     """Return a help epilog that keeps every example on its own line."""
     # Click's formatter leaves a paragraph that starts with a lone \b as it stands.

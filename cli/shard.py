@@ -11,12 +11,19 @@ import typer
 
 from moelora.cli.exit_codes import ExitCode
 from moelora.cli.options import (
+    AssumeRolesOption,
     BaseConfigOption,
     BaseOption,
+    ExpertBLayoutOption,
+    ExpertOrientationOption,
     ForceOption,
+    GateUpLayoutOption,
+    IgnoreOption,
     JsonOption,
+    LmHeadOption,
     RevisionOption,
     ShardDtype,
+    SharedExpertsOption,
     examples,
 )
 from moelora.cli.output import Output, progress_bar, reporting
@@ -140,6 +147,13 @@ def shard(
     dry_run: DryRunOption = False,
     force: ForceOption = False,
     strict: StrictOption = False,
+    shared_experts: SharedExpertsOption = "sharded",
+    lm_head: LmHeadOption = "replicated",
+    expert_b_layout: ExpertBLayoutOption = "auto",
+    expert_orientation: ExpertOrientationOption = "auto",
+    gate_up_layout: GateUpLayoutOption = "auto",
+    ignore: IgnoreOption = None,
+    assume_roles: AssumeRolesOption = False,
     as_json: JsonOption = False,
 ) -> int:
     """Cut an adapter into one file per rank, plus a manifest.
@@ -153,14 +167,26 @@ def shard(
         adapter, tp = _given(adapter, tp)
         from moelora.slicing.adapter import Adapter
         from moelora.slicing.layout import ExpertPlacement, ParallelLayout, parse_ranks
+        from moelora.slicing.options import PlanOptions
         from moelora.slicing.plan import plan_shards
 
         layout = ParallelLayout(tp, ep, moe_dp, rank_order)
+        options = PlanOptions(
+            shared_experts,
+            lm_head,
+            expert_b_layout,
+            expert_orientation,
+            gate_up_layout,
+            tuple(ignore or ()),
+            assume_roles,
+        )
         placement = ExpertPlacement.parse(expert_placement, allow_uneven=allow_uneven_experts)
         wanted = parse_ranks(ranks, tp) if ranks is not None else None
         with Adapter.open(adapter, revision) as opened:
             base_model = _load_base(opened, base, base_config)
-            plan = plan_shards(opened, base_model, layout, placement, dtype=dtype, strict=strict)
+            plan = plan_shards(
+                opened, base_model, layout, placement, dtype=dtype, strict=strict, options=options
+            )
             for warning in plan.warnings:
                 out.warn(warning)
             target = out_dir or Path(plan.out_name)

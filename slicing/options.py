@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from moelora.slicing.errors import InputError, UsageError
+from moelora.slicing.patterns import pattern_problem
 
 # field -> its values; the first is used where nothing is said, unless the adapter decides.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -41,10 +43,20 @@ class PlanOptions:
     assume_roles: bool = False
 
     def __post_init__(self) -> None:
+        for pattern in self.ignore:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UsageError(
+                    f"--ignore {pattern!r} is no regular expression: {error}"
+                ) from None
         for name, values in CHOICES.items():
             if getattr(self, name) not in values:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"{flag} must be one of {values}, got {getattr(self, name)!r}")
+        for pattern in self.ignore:
+            if problem := pattern_problem(pattern):
+                raise UsageError(f"--ignore {pattern!r} {problem}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are not at their default, as the manifest keeps them."""

@@ -14,6 +14,7 @@ from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import BaseModel
 from moelora.slicing.errors import Fault, FaultsError, InputError, NotDivisibleError
 from moelora.slicing.formats import Skip, read_modules
+from moelora.slicing.gc_pause import gc_paused
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout, RankCoords
 from moelora.slicing.lora import Factor, LoraModule
 from moelora.slicing.options import PlanOptions
@@ -114,12 +115,11 @@ class ShardPlan:
         """Return the plan as ``--dry-run --json`` prints it."""
         from moelora.slicing.manifest import plan_body
 
-        body = plan_body(self)
+        body = plan_body(self, restore=False)
         for entry, coords in zip(body["ranks"], self.layout.all_coords(), strict=True):
             entry["tensor_bytes"] = self.rank_bytes(coords.tp_rank)
         for entry, planned in zip(body["modules"], self.modules, strict=True):
             entry["reason"] = planned.placement.reason
-        body.pop("restore", None)
         return body
 
     def to_text(self) -> str:
@@ -129,6 +129,7 @@ class ShardPlan:
         return plan_text(self)
 
 
+@gc_paused
 def plan_shards(
     adapter: Adapter,
     base: BaseModel,
@@ -174,7 +175,8 @@ def plan_shards(
         planned.append(PlannedModule(module, role, owned))
     faults += [*_undivided_faults(uneven, planned, layout), *misplaced.values()]
     if strict:
-        faults += [_strict_fault(skip, base) for skip in reading.skips if skip.keys]
+        faults += [_strict_fault(skip, base) for skip in reading.skips if _counts(skip)]
+        faults += reading.doubts
     if not planned and not faults:
         faults.append(nothing_found(adapter))
     if faults:
@@ -229,6 +231,11 @@ def _undivided_faults(
 def nothing_found(adapter: Adapter) -> Fault:
     """Return the fault of an adapter that has nothing to shard."""
     return Fault("empty", adapter.name_or_path, "no LoRA module of the base was found in it")
+
+
+def _counts(skip: Skip) -> bool:
+    """Whether a skip leaves values out that nobody asked to leave out."""
+    return bool(skip.keys) and skip.reason not in ("ignored_by_flag", "empty_placeholder")
 
 
 def _strict_fault(skip: Skip, base: BaseModel) -> Fault:

@@ -103,6 +103,8 @@ def expert_role(module: BaseModule, family: Family) -> tuple[Role, str] | None:
     rule = family.rule_for(module)
     if rule is not None:
         return rule.role, rule.reason
+    if not family.has_expert_rules:
+        return None
     return EXPERT_ROLES.get(module.path.rpartition(".")[2])
 
 
@@ -115,7 +117,7 @@ def _no_rule(module: BaseModule, base: BaseModel) -> Fault:
         return Fault("no_rule", module.path, message)
     message = (
         f"moelora has no slicing rule for {module.name} of {base.model_type}, and a guess could "
-        "load without a word and answer wrongly"
+        f"load without a word and answer wrongly (its weight is {module.shape})"
     )
     return Fault("no_rule", module.path, message)
 

@@ -46,11 +46,13 @@ class Family:
 
     renames: (regex, replacement) pairs from the names that older checkpoints use to the names
         of transformers' model, applied to the whole path.
+    has_expert_rules: False where nothing is known of the family's experts.
     """
 
     model_types: tuple[str, ...]
     rules: tuple[Rule, ...]
     renames: tuple[tuple[str, str], ...] = ()
+    has_expert_rules: bool = True
 
     def rule_for(self, module: BaseModule) -> Rule | None:
         """Return the first rule that names the module, None when there is none."""

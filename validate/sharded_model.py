@@ -247,7 +247,8 @@ class ShardedModel:
         return up, down[0]
 
     def _placement(self, base: BaseModule) -> Placement:
-        placement = place(base, self.plan.base, family_of(self.plan.base.model_type))
+        family = family_of(self.plan.base.model_type, assume_roles=self.plan.options.assume_roles)
+        placement = place(base, self.plan.base, family, self.plan.options)
         if isinstance(placement, Fault):
             raise LookupError(str(placement))  # noqa: TRY004 (not a type error)
         return placement

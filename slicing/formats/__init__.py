@@ -6,6 +6,7 @@ from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import BaseModel
 from moelora.slicing.errors import Fault
 from moelora.slicing.families import family_of
+from moelora.slicing.formats.config_checks import compare_with_config, without_ignored
 from moelora.slicing.formats.expert_keys import expert_place
 from moelora.slicing.formats.keys import LoraKey, parse_key
 from moelora.slicing.formats.linear import read_linear
@@ -27,23 +28,24 @@ def read_modules(adapter: Adapter, base: BaseModel, options: PlanOptions | None 
         InputError: the base's model type has no slicing rules.
     """
     options = options or PlanOptions()
-    reading = Reading(adapter, base, family_of(base.model_type), options)
+    family = family_of(base.model_type, assume_roles=options.assume_roles)
+    reading = Reading(adapter, base, family, options)
     reading.faults.extend(adapter.faults)
     plain: dict[str, dict[str, LoraKey]] = {}
     experts: dict[str, Places] = {}
     wrappers: dict[str, Wrappers] = {}
     spelled: dict[str, str] = {}
-    for name in sorted(adapter.tensors):
+    for name in without_ignored(reading):
         key = parse_key(name)
         if isinstance(key, Fault):
             reading.faults.append(key)
             continue
         if key.adapter_name:
             spelled.setdefault(key.adapter_name, name)
-        if reading.module_at(key.path) is None:
+        known = reading.module_at(key.path)
+        place = None
+        if known is None or known.kind == "expert":
             place = expert_place(key.path, len(adapter.tensors[name].shape))
-        else:
-            place = None
         if place is None:
             _add(reading, plain.setdefault(key.path, {}), key)
         elif place.form == "wrapper":
@@ -61,6 +63,7 @@ def read_modules(adapter: Adapter, base: BaseModel, options: PlanOptions | None 
     for container, nest in wrappers.items():
         read_target_parameters(reading, container, nest)
     _refuse_doubles(reading)
+    compare_with_config(reading)
     reading.modules.sort(key=lambda module: module.path)
     return reading
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from moelora.slicing.adapter import TensorInfo
 from moelora.slicing.base_model import BaseModule
@@ -35,12 +36,12 @@ class ExpertTensor:
     view: tuple[int, ...]
     permute: tuple[int, ...]
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int, int]:
         a, b, c = (self.view[dim] for dim in self.permute)
         return a, b, c
 
-    @property
+    @cached_property
     def r(self) -> int:
         return self.shape[1] if self.letter == "A" else self.shape[2]
 

@@ -82,6 +82,7 @@ def check_rank(reading: Reading, name: str, info: TensorInfo, r: int) -> bool:
 
     The scaling is alpha / r: with two answers for r there is no right one, so it is refused.
     """
+    reading.names.add(name)
     config = reading.adapter.config
     wanted = config.rank_of(name)
     if not config.usable or (r == wanted and r > 0):

@@ -123,11 +123,13 @@ def b_layout(reading: Reading, b: TensorInfo) -> str | None:
         _config_fault(reading, "contradiction", message)
         return None
     if written is None and stated == "auto" and _by_unsloth(reading):
-        reading.warn_once(
+        reading.doubt(
+            "ambiguous",
+            "adapter_config.json",
             "the adapter says that Unsloth wrote it, and not in which order the columns of its "
             "experts' lora_B stand: PEFT's (rank_major) is assumed. Unsloth versions before "
             "September 2026 trained expert_major, which has the same shapes; if yours did, use "
-            "--expert-b-layout expert_major. A wrong order scrambles the experts"
+            "--expert-b-layout expert_major. A wrong order scrambles the experts",
         )
     return written or ("rank_major" if stated == "auto" else stated)
 

@@ -28,6 +28,15 @@ class Skip:
     keys: tuple[str, ...] = ()
 
 
+# the projections that an expert parameter of a role holds
+_PARTS: dict[str, tuple[str, ...]] = {
+    "routed_gate_up": ("gate", "up"),
+    "routed_gate": ("gate",),
+    "routed_up": ("up",),
+    "routed_down": ("down",),
+}
+
+
 @dataclass
 class Reading:
     """An adapter being read against a base model: results so far, and all that is wrong."""
@@ -40,29 +49,34 @@ class Reading:
     skips: list[Skip] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    # what a strict reading refuses and others warn of
+    doubts: list[Fault] = field(default_factory=list)
+    # modules and parameters that were read, by the names that PEFT's patterns know
+    names: set[str] = field(default_factory=set)
+    _parts: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
 
     def fault(self, code: str, where: str, message: str, **details: object) -> None:
         self.faults.append(Fault(code, where, message, dict(details)))
 
-    def warn_once(self, message: str) -> None:
+    def doubt(self, code: str, where: str, message: str) -> None:
+        """Warn once, of what a strict reading refuses."""
         if message not in self.warnings:
             self.warnings.append(message)
+            self.doubts.append(Fault(code, where, message))
 
     def parts_of(self, param: BaseModule) -> tuple[str, ...]:
         """Return which projections an expert parameter holds, in its own row order."""
-        role = expert_role(param, self.family)
-        parts: dict[str, tuple[str, ...]] = {
-            "routed_gate_up": ("gate", "up"),
-            "routed_gate": ("gate",),
-            "routed_up": ("up",),
-            "routed_down": ("down",),
-        }
-        return parts.get(role[0], ()) if role else ()
+        known = self._parts.get(param.path)
+        if known is None:  # asked for every tensor of an adapter, answered once per parameter
+            role = expert_role(param, self.family)
+            known = self._parts[param.path] = _PARTS.get(role[0], ()) if role else ()
+        return known
 
     def spellings(self, path: str) -> Iterable[str]:
         """Yield ``path`` as the file spells it, then as transformers' model may spell it."""
         yield path
         renamed = self.base.own_prefix(path)
+        renamed = re.sub(r"^(?:model\.)?unembed_tokens$", "lm_head", renamed)  # Tinker's name
         for pattern, replacement in self.family.renames:
             renamed = re.sub(pattern, replacement, renamed)
         if renamed != path:
@@ -83,7 +97,10 @@ class Reading:
         return []
 
     def absent(self, path: str, keys: tuple[str, ...]) -> None:
-        """Record tensors whose module is missing: skipped if other layers have it, else wrong."""
+        """Record tensors whose module is missing: skipped if other layers have it, else wrong.
+
+        Layers that only draft tokens (MTP) are no part of transformers' model, and of no answer.
+        """
         elsewhere = [n for one in self.spellings(path) for n in self.base.layers_with(one)]
         layer = layer_number(path)
         if elsewhere and layer in self.base.layers:
@@ -93,8 +110,25 @@ class Reading:
                 f"layers {shorten(elsewhere)} have; {len(keys)} tensors skipped: {keys[0]}, ..."
             )
             return
+        if self.is_draft_layer(path):
+            self.skips.append(Skip(path_in_layer(path), layer, "absent_in_model", keys))
+            self.warnings.append(
+                f"{path}: belongs to a layer that only drafts tokens (MTP), which moelora does "
+                f"not shard; {len(keys)} tensors skipped: {keys[0]}, ..."
+            )
+            return
         for key in keys:
             self.fault("absent_in_model", key, f"{self.base.model_type} has no module {path}")
+
+    def is_draft_layer(self, path: str) -> bool:
+        """Return whether a path lies in a multi-token-prediction layer behind the model's own."""
+        if re.match(r"(?:.*\.)?mtp(?:\.|_)", path):
+            return True
+        config, layer = self.base.text_config, layer_number(path)
+        names = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+        drafts = max((getattr(config, name, None) or 0) for name in names)
+        own = len(self.base.layers)
+        return layer is not None and own <= layer < own + drafts
 
     def check_dtype(self, info: TensorInfo) -> bool:
         """Return whether the tensor's dtype is one that LoRA factors have; else note a fault."""

@@ -1,0 +1,8 @@
+"""The path to this folder's helpers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent))
