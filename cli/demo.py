@@ -24,7 +24,13 @@ OutOption = Annotated[
 ]
 
 
-def demo(out_dir: OutOption = None, as_json: JsonOption = False) -> int:
+ForceOption = Annotated[
+    bool,
+    typer.Option("--force", help="Replace an earlier demo in DIR. Default: refuse."),
+]
+
+
+def demo(out_dir: OutOption = None, force: ForceOption = False, as_json: JsonOption = False) -> int:
     """Build two tiny random MoE models with adapters, then inspect, shard, verify and unshard.
 
     Last, it corrupts one byte of one shard and shows that verify refuses it. Takes less than a
@@ -33,7 +39,7 @@ def demo(out_dir: OutOption = None, as_json: JsonOption = False) -> int:
     with reporting("demo", as_json) as out:
         from moelora.validate.demo import run_demo
 
-        result = run_demo(out_dir, out.say)
+        result = run_demo(out_dir, out.say, force=force)
         if as_json:
             out.report(result, "")
         return ExitCode.OK

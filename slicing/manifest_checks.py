@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -12,6 +14,7 @@ from moelora.slicing.layout import Cut, ExpertPlacement, ParallelLayout, cut_wor
 from moelora.slicing.manifest import MANIFEST_NAME, rank_file, restore_hash
 from moelora.slicing.rules import Role
 
+MAX_EXPERTS = 65_536  # in one layer; some hundreds are usual
 # What reading a field of the wrong kind raises.
 WRONG_KIND = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 
@@ -29,10 +32,8 @@ def manifest_faults(
             found += _rank_faults(body, layout)
             if "restore" in body and body["restore"]["sha256"] != restore_hash(body["restore"]):
                 found.append("restore: its sha256 differs: the entries were changed")
-            paths = [module["path"] for module in body["modules"]]
-            found += [
-                f"{path}: listed twice" for path in sorted({p for p in paths if paths.count(p) > 1})
-            ]
+            paths = Counter(module["path"] for module in body["modules"])
+            found += [f"{path}: listed twice" for path, times in paths.items() if times > 1]
             for module in body["modules"]:
                 found += _module_faults(body, module, layout, placement)
         _ = (body["adapter"]["name_or_path"], body["adapter"]["files"].get(CONFIG_NAME))
@@ -73,7 +74,7 @@ def _module_faults(
         return
     if not _is_size(module["r"]):
         yield f"{path}: r is {module['r']!r}"
-    _ = module["scaling"]
+    yield from _scaling_faults(module)
     routed = role.startswith("routed_")
     for letter in "AB":
         shape, dim = module[f"lora_{letter}"]["shape"], module[f"lora_{letter}"]["sharded_dim"]
@@ -90,8 +91,37 @@ def _module_faults(
             works = all(_is_size(cut.size) and cut_works(cut, parts) for cut in cuts)
             if not works or sum(cut.size for cut in cuts) != shape[dim]:
                 yield f"{path}: the cuts do not fit lora_{letter} {shape}"
+        if good and not _rank_fits(module, letter):
+            yield f"{path}: lora_{letter} has the shape {shape!r}, r is {module['r']!r}"
     if routed:
         yield from _expert_faults(body, module, layout, placement)
+
+
+def _rank_fits(module: dict[str, Any], letter: str) -> bool:
+    """Return whether a factor's rank dim is what ``r`` (and ``a_slices``) say."""
+    shape, r, slices = module[f"lora_{letter}"]["shape"], module["r"], module.get("a_slices", 1)
+    if slices not in (1, 2) or not isinstance(slices, int):
+        return False
+    return bool(shape[-1] == r if letter == "B" else shape[-2] == r * slices)
+
+
+def _scaling_faults(module: dict[str, Any]) -> Iterator[str]:
+    """Check that scaling is a number, or one per expert and slice."""
+    scaling, path = module["scaling"], module["path"]
+    rows = scaling if isinstance(scaling, list) else [[scaling]]
+    if isinstance(scaling, list) and len(rows) != module["num_experts"]:
+        yield f"{path}: scaling has {len(rows)} rows, num_experts is {module['num_experts']!r}"
+    for row in rows:
+        if not isinstance(row, list) or not row or not all(_is_number(value) for value in row):
+            yield f"{path}: scaling is no finite number, nor a table of them"
+            return
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def _cuts(body: dict[str, Any], path: str) -> list[list[int]]:
@@ -105,12 +135,21 @@ def _expert_faults(
     layout: ParallelLayout,
     placement: ExpertPlacement,
 ) -> Iterator[str]:
-    path, layer = module["path"], layer_number(module["path"])
-    if not _is_size(module["num_experts"]):
-        yield f"{path}: num_experts is {module['num_experts']!r}"
+    path, layer, count = module["path"], layer_number(module["path"]), module["num_experts"]
+    if not _is_size(count) or count > MAX_EXPERTS:
+        yield f"{path}: num_experts is {count!r}, expected 1 to {MAX_EXPERTS}"
         return
+    for letter in "AB":
+        shape = module[f"lora_{letter}"]["shape"]
+        rows = 1 if module.get("shared_factor") == letter else count
+        if isinstance(shape, list) and shape[:1] != [rows]:
+            why = f"num_experts {count}, shared_factor {module.get('shared_factor')!r}"
+            yield f"{path}: lora_{letter} has the shape {shape!r}, expected {rows} rows ({why})"
     # where a module has more experts than another beside it, the last rank has the surplus
-    routed = body.get("restore", {}).get("routed_experts", {}).get(path, module["num_experts"])
+    routed = body.get("restore", {}).get("routed_experts", {}).get(path, count)
+    if not _is_size(routed) or routed > count:
+        yield f"{path}: {routed!r} routed experts of {count}"
+        return
     try:
         owned = placement.owned(routed, layout, layer)
     except MoeloraError as error:
@@ -121,8 +160,8 @@ def _expert_faults(
         ids = ids[str(layer)] if isinstance(ids, dict) else ids
         wanted = owned[coords.moe_ep_rank]
         if coords.moe_ep_rank == layout.moe_ep_size - 1:
-            wanted = [*wanted, *range(routed, module["num_experts"])]
-        if [i for i in ids if i < module["num_experts"]] != wanted:
+            wanted = [*wanted, *range(routed, count)]
+        if [i for i in ids if i < count] != wanted:
             yield (
                 f"tp_rank {coords.tp_rank}: expert_ids {ids} for {path}, expected "
                 f"{wanted} for expert_placement {placement.kind}"

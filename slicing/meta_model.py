@@ -65,9 +65,10 @@ def model_class(config: Any) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    for name in getattr(config, "architectures", None) or []:
-        found = getattr(transformers, name, None)
-        if found is not None and issubclass(found, transformers.PreTrainedModel):
+    named = getattr(config, "architectures", None)
+    for name in named if isinstance(named, list) else []:
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     for mapping in (
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

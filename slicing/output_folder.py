@@ -201,7 +201,7 @@ def check_space(target: Path, needed: int) -> None:
         OutputError: less than ``needed`` bytes are free.
     """
     target = Path(os.path.abspath(target))
-    place = next(folder for folder in target.parents if folder.exists())
+    place = next(folder for folder in target.parents if os.path.isdir(folder))
     usage = shutil.disk_usage(place)
     if 0 < usage.total and usage.free < needed:
         raise OutputError(

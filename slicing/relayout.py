@@ -216,4 +216,8 @@ def _others(patterns: Config | None, new: Config) -> Config:
 
 def _plain(value: float) -> float:
     """Return a whole number as an int: alpha is one, as a rule."""
+    if not math.isfinite(value):
+        raise InputError(
+            "a scaling is too large for any lora_alpha", hint="use --target-layout source"
+        )
     return round(value) if abs(value - round(value)) < 1e-9 else value

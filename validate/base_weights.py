@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from moelora.slicing.base_model import BaseModel
-from moelora.slicing.errors import CannotRunError, InputError
+from moelora.slicing.errors import CannotRunError, InputError, MoeloraError
 from moelora.slicing.meta_model import model_class
 from moelora.slicing.source import fetch_base_weights
+from moelora.validate.device import is_out_of_memory
 
 
 def load_weights(
@@ -26,6 +27,7 @@ def load_weights(
         CannotRunError: they do not fit into memory.
     """
     cls = model_class(base.config)
+    info: dict[str, Any] = {}
     try:
         if random:
             torch.manual_seed(seed)
@@ -36,15 +38,20 @@ def load_weights(
         model, info = cls.from_pretrained(
             folder, config=base.config, dtype=dtype, output_loading_info=True
         )
-    except torch.cuda.OutOfMemoryError as error:
-        raise CannotRunError(
-            f"the base model does not fit on {device}: {error}",
-            hint="--device cpu needs no GPU memory",
-        ) from error
-    except (OSError, ValueError, RuntimeError) as error:
+    except MoeloraError:
+        raise
+    except Exception as error:  # what transformers raises on a wrong file has no common class
+        if is_out_of_memory(error):
+            raise CannotRunError(
+                f"the base model does not fit on {device}: {error}",
+                hint="use a larger machine or GPU"
+                if device == "cpu"
+                else "--device cpu needs no GPU memory",
+            ) from error
         raise InputError(
             f"{base.name_or_path}: the base model cannot be loaded "
-            f"({type(error).__name__}: {error})"
+            f"({type(error).__name__}: {error})",
+            hint="is the folder whole? --random-base needs its config alone",
         ) from error
     _refuse_gaps(info, folder)
     return model.to(device).eval()
@@ -76,14 +83,19 @@ def prompt_tokens(prompts: Path, base: BaseModel, limit: int) -> list[torch.Tens
     """
     from transformers import AutoTokenizer
 
-    lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = prompts.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise InputError(f"{prompts}: is no text in UTF-8 ({error})") from error
+    lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise InputError(f"{prompts}: holds no prompts", hint="one prompt per line")
     try:
         tokenizer = AutoTokenizer.from_pretrained(base.name_or_path, revision=base.revision)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # as above: no common class
         raise InputError(
-            f"{base.name_or_path}: its tokenizer cannot be loaded ({error})",
+            f"{base.name_or_path}: its tokenizer cannot be loaded "
+            f"({type(error).__name__}: {error})",
             hint="leave --prompts out to compare on random tokens",
         ) from error
     found: list[torch.Tensor] = []
@@ -92,4 +104,15 @@ def prompt_tokens(prompts: Path, base: BaseModel, limit: int) -> list[torch.Tens
         if ids.shape[1]:
             found.append(ids)
             limit -= ids.shape[1]
+    if not found:  # transformers makes an empty tokenizer where the folder has none
+        raise InputError(
+            f"{base.name_or_path}: its tokenizer makes no tokens of {prompts}",
+            hint="leave --prompts out to compare on random tokens",
+        )
+    vocabulary = base.text_config.vocab_size
+    if any(int(ids.max()) >= vocabulary for ids in found):
+        raise InputError(
+            f"{base.name_or_path}: its tokenizer has more words than the model ({vocabulary})",
+            hint="leave --prompts out to compare on random tokens",
+        )
     return found

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from moelora.slicing.adapter import Adapter, sha256_of
-from moelora.slicing.base_model import load_base_model
+from moelora.slicing.base_model import BaseModel, load_base_model
 from moelora.slicing.errors import CannotRunError, InputError
 from moelora.slicing.manifest import MANIFEST_NAME
 from moelora.slicing.options import PlanOptions
 from moelora.slicing.plan import ShardPlan, plan_shards
 from moelora.slicing.read import ShardSet
+from moelora.slicing.source import local_adapter
 from moelora.validate.base_weights import load_weights, prompt_tokens, random_tokens
 from moelora.validate.cast_witness import witness_of_shards
 from moelora.validate.check_bytes import load_all
@@ -133,7 +134,9 @@ class Bench:
         if options.prompts is not None:
             lines = prompt_tokens(options.prompts, base, options.tokens)
             return torch.cat(lines, 1).to(self.device)
-        vocabulary = base.text_config.vocab_size
+        vocabulary = getattr(base.text_config, "vocab_size", None)
+        if not isinstance(vocabulary, int) or vocabulary < 1:
+            raise InputError(f"{base.name_or_path}: its config has the vocab_size {vocabulary!r}")
         return random_tokens(vocabulary, options.tokens, options.seed).to(self.device)
 
     def sharded(self, model: nn.Module) -> ShardedModel:
@@ -155,8 +158,10 @@ def opened(shards: Path | str, options: Options) -> Iterator[Bench]:
     device = choose_device(options.device)
     kernel_name, kernel = choose_kernel(options.kernel, device)
     dtype = choose_dtype(options.dtype, device)
-    base = load_base_model(options.base or found.base_name, config_file=options.base_config)
     name = options.adapter or found.adapter_name
+    if options.adapter is None:
+        _find_named(found, name)
+    base = _base_of(found, options)
     # --revision is the adapter's; without one, the revision that was sharded
     recorded = None if options.adapter else found.body["adapter"].get("revision")
     start = time.perf_counter()
@@ -177,6 +182,33 @@ def opened(shards: Path | str, options: Options) -> Iterator[Bench]:
         )  # fmt: skip
         bench.seconds["open"] = time.perf_counter() - start
         yield bench
+
+
+def _find_named(shards: ShardSet, name: str) -> None:
+    """Refuse an adapter that only the manifest names and that is not at hand."""
+    try:
+        local_adapter(name)
+    except InputError as error:
+        raise InputError(
+            f"the manifest names the adapter {name!r} (relative paths count from the current "
+            f"folder): {error.message}",
+            hint="say where it is with --adapter A",
+        ) from error
+
+
+def _base_of(shards: ShardSet, options: Options) -> BaseModel:
+    name = options.base or shards.base_name
+    try:
+        return load_base_model(name, config_file=options.base_config)
+    except InputError as error:
+        if options.base or options.base_config:
+            raise
+        raise InputError(
+            f"the manifest names the base {name!r} (relative paths count from the current "
+            f"folder): {error.message}",
+            hint="name it with --base DIR, or its config.json with --base-config FILE and "
+            "--random-base",
+        ) from error
 
 
 def written_dtype(shards: ShardSet) -> str:

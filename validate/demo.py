@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,11 @@ from safetensors.torch import load_file
 
 from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import load_base_model
-from moelora.slicing.errors import MoeloraError
+from moelora.slicing.errors import MoeloraError, OutputError
 from moelora.slicing.inspect import inspect_adapter
 from moelora.slicing.layout import ParallelLayout
 from moelora.slicing.manifest import MANIFEST_NAME
+from moelora.slicing.output_folder import output_error
 from moelora.slicing.plan import plan_shards
 from moelora.slicing.unshard import unshard
 from moelora.slicing.write import write_shards
@@ -34,25 +38,68 @@ class DemoError(MoeloraError):
     code = "demo"
 
 
-def run_demo(out_dir: Path | None, say: Say) -> dict[str, Any]:
+def run_demo(out_dir: Path | None, say: Say, *, force: bool = False) -> dict[str, Any]:
     """Build two tiny models with adapters; inspect, shard, verify, unshard; then break a shard.
 
     out_dir: keeps everything that is built; None for a temporary folder.
     say: gets each line for people. Returns the verdicts.
+    force: replace what an earlier demo left in ``out_dir``.
 
     Raises:
         DemoError: a step did not do what it should.
+        OutputError: ``out_dir`` holds something, or cannot be written; nothing is left there.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on models this small more threads only wait for each other
     try:
         if out_dir is not None:
-            out_dir.mkdir(parents=True, exist_ok=True)
-            return _run_all(out_dir, say)
+            with _own_folder(out_dir, force):
+                return _run_all(out_dir, say)
         with tempfile.TemporaryDirectory(prefix="moelora-demo-") as folder:
             return _run_all(Path(folder), say)
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def _own_folder(folder: Path, force: bool) -> Iterator[None]:
+    """Make the folder of a demo; if the demo breaks off, what it wrote is removed."""
+    made = [path for path in [folder, *folder.absolute().parents] if not os.path.lexists(path)]
+    try:
+        _check_demo_folder(folder, force)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in MODELS:
+            if (folder / name).is_dir():
+                shutil.rmtree(folder / name)
+        yield
+    except BaseException as error:
+        for path in [*(folder / name for name in MODELS), *made]:
+            if path.name in MODELS:
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    path.rmdir()
+        if isinstance(error, OSError):
+            raise output_error(folder, error) from error
+        raise
+
+
+def _check_demo_folder(folder: Path, force: bool) -> None:
+    """Refuse a folder that holds anything; with ``force`` anything but an earlier demo."""
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise OutputError(f"{folder}: is a file", hint="name another folder with -o")
+    names = sorted(path.name for path in folder.iterdir())
+    if not names:
+        return
+    if not force or not set(names) <= set(MODELS):
+        raise OutputError(
+            f"{folder}: exists already, it holds {names[:5]}",
+            hint="--force replaces an earlier demo"
+            if set(names) <= set(MODELS)
+            else "name another folder with -o",
+        )
 
 
 def _run_all(root: Path, say: Say) -> dict[str, Any]:
@@ -82,9 +129,11 @@ def _one_model(folder: Path, model_type: str, say: Say) -> dict[str, Any]:
     say(unshard(shards, back, force=True).to_text())
     _expect(_same_tensors(adapter, back), "unshard did not give the adapter back bit for bit")
     say("every tensor is bit for bit the adapter's own")
-    broken = flip_one_byte(shards)
-    refused = verify(shards)
-    say(f"\none bit of {broken} was flipped\n$ moelora verify {shards}")
+    damaged = folder / "adapter-tp4-ep2-damaged"
+    shutil.copytree(shards, damaged)
+    broken = flip_one_byte(damaged)
+    refused = verify(damaged)
+    say(f"\none bit of {broken} was flipped in a copy\n$ moelora verify {damaged}")
     say("\n".join(refused.to_text().splitlines()[:12]))
     _expect(refused.verdict == "fail", "verify did not refuse a damaged shard")
     return {

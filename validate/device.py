@@ -31,6 +31,13 @@ def choose_device(device: str) -> str:
     return device
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out: the machine's fault, not the input's."""
+    known = isinstance(error, torch.cuda.OutOfMemoryError | MemoryError)
+    # On the CPU torch raises a bare RuntimeError.
+    return known or "can't allocate memory" in str(error)
+
+
 def device_name(device: str) -> str:
     """Return the device as the report names it."""
     return f"cuda ({torch.cuda.get_device_name()})" if device == "cuda" else device

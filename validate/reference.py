@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from moelora.slicing.errors import InputError
 from moelora.slicing.meta_model import language_model
 from moelora.slicing.plan import ShardPlan
 from moelora.validate.cast_witness import loses_bits, witness_of_shards
 from moelora.validate.choices import Choices, visits
+from moelora.validate.device import is_out_of_memory
 from moelora.validate.distance import Distance
 from moelora.validate.file_witness import FileWitness
 from moelora.validate.peft_reference import PeftReference, peft_reference
@@ -68,7 +70,7 @@ def make_reference(
 ) -> Reference:
     """Run the base, the base sharded, PEFT and the file's own deltas on the same tokens."""
     with Choices() as base_choices:
-        base = logits_of(model, tokens)
+        base = _base_logits(model, plan, tokens)
     sharded.with_adapter = False
     with sharded.installed(), Choices(base_choices):
         floor = Distance.between(base, logits_of(model, tokens))
@@ -98,6 +100,24 @@ def make_reference(
         None if peft_logits is None else Distance.between(peft_logits, merged),
         cast, reached, idle,
     )  # fmt: skip
+
+
+def _base_logits(model: nn.Module, plan: ShardPlan, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the base's own logits: the first time that its config is put to use.
+
+    Raises:
+        InputError: the base cannot run, as with more experts per token than there are.
+    """
+    try:
+        return logits_of(model, tokens)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"{plan.base.name_or_path}: the base model cannot run "
+            f"({type(error).__name__}: {error})",
+            hint="is its config.json the one it was trained with?",
+        ) from error
 
 
 def _peft_logits(peft: PeftReference, tokens: torch.Tensor) -> torch.Tensor | None:

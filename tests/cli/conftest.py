@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -125,12 +128,58 @@ class FakeLibrary:
     def verify(self, shards: Path, **kwargs: Any) -> Report:
         return self.call("verify", shards=shards, **kwargs)
 
+    def publish(self, shards: Path, repo: str, report: Path, **kwargs: Any) -> Report:
+        return self.call("publish", shards=shards, repo=repo, report=report, **kwargs)
+
     def self_test(self, shards: Path, **kwargs: Any) -> Report:
         return self.call("self_test", shards=shards, **kwargs)
 
-    def run_demo(self, out_dir: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
+    def run_demo(
+        self, out_dir: Path | None, say: Callable[[str], None], *, force: bool
+    ) -> dict[str, Any]:
         say("step 1")
-        return self.call("run_demo", out_dir=out_dir).document
+        return self.call("run_demo", out_dir=out_dir, force=force).document
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny ``adapter``, its ``base`` and its ``shards`` (tp 2, ep 2). Not to be
+    written to: see ``mine``."""
+    from moelora.validate.tiny_models import tiny_adapter, tiny_base
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_base("qwen3_moe", folder / "base")
+    tiny_adapter(folder / "base", folder / "adapter")
+    here = Path.cwd()
+    os.chdir(folder)  # so that the config and the manifest hold names, as users type them
+    try:
+        config = json.loads(Path("adapter/adapter_config.json").read_text())
+        config["base_model_name_or_path"] = "base"
+        Path("adapter/adapter_config.json").write_text(json.dumps(config))
+        assert run(["shard", "adapter", "--tp", "2", "--ep", "2", "-o", "shards"]) == 0
+    finally:
+        os.chdir(here)
+    return folder
+
+
+@pytest.fixture
+def mine(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of ``tiny`` to change, as the current folder."""
+    folder = shutil.copytree(tiny, tmp_path / "mine")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Return a function that runs one command line in this process on the real library."""
+
+    def call(*args: str) -> Result:
+        code = run(list(args))
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return call
 
 
 @pytest.fixture
@@ -145,6 +194,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
         "moelora.slicing.write": {"write_shards": fake.write_shards},
         "moelora.slicing.unshard": {"unshard": fake.unshard},
         "moelora.validate": {"verify": fake.verify, "self_test": fake.self_test},
+        "moelora.validate.publish": {"publish": fake.publish},
         "moelora.validate.demo": {"run_demo": fake.run_demo},
     }
     for name, attributes in modules.items():

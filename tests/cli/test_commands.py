@@ -18,7 +18,8 @@ OPTIONS = {
     "unshard": "-o --target-layout --force --json",
     "verify": "--adapter --base --base-config --random-base --revision --device --kernel --dtype "
     "--prompts --tokens --seed --max-kl --floor-factor --strict --self-test --junit-xml --html --json",
-    "demo": "-o --json",
+    "publish": "--report --create --private --revision -n --dry-run --json",
+    "demo": "-o --force --json",
 }
 
 
@@ -236,4 +237,4 @@ def test_triton_on_the_cpu_is_interpreted(
 
 def test_demo_passes_its_folder(moelora, library) -> None:
     assert json.loads(moelora("demo", "-o", "out", "--json").stdout)["command"] == "demo"
-    assert library.arguments("run_demo") == {"out_dir": Path("out")}
+    assert library.arguments("run_demo") == {"out_dir": Path("out"), "force": False}
