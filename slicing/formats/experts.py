@@ -9,8 +9,7 @@ packed factors of a base parameter are filled. Gate and up with an ``lora_A`` ea
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from moelora.slicing.adapter import TensorInfo
 from moelora.slicing.base_model import BaseModule
@@ -35,15 +34,13 @@ class ExpertTensor:
     expert: int | None
     view: tuple[int, ...]
     permute: tuple[int, ...]
+    shape: tuple[int, int, int] = field(init=False)
+    r: int = field(init=False)
 
-    @cached_property
-    def shape(self) -> tuple[int, int, int]:
+    def __post_init__(self) -> None:  # asked for ten times each: not a property
         a, b, c = (self.view[dim] for dim in self.permute)
-        return a, b, c
-
-    @cached_property
-    def r(self) -> int:
-        return self.shape[1] if self.letter == "A" else self.shape[2]
+        object.__setattr__(self, "shape", (a, b, c))
+        object.__setattr__(self, "r", b if self.letter == "A" else c)
 
 
 def stacked(

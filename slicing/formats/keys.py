@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moelora.slicing.errors import Fault
 
@@ -24,6 +25,7 @@ class LoraKey:
     adapter_name: str = ""
 
 
+@lru_cache(1 << 17)  # asked twice for each key: by the formats, and against the config
 def parse_key(key: str) -> LoraKey | Fault:
     """Return the parts of a key, or what is wrong with it.
 

@@ -126,10 +126,10 @@ def _one_each(reading: Reading, tensors: list[ExpertTensor]) -> bool:
     """Return whether no two tensors fill the same place."""
     seen: dict[tuple[str, str, int | None], str] = {}
     sound = True
-    for tensor in tensors:
+    # tensors of all experts first, so that one expert's own is compared with them
+    for tensor in sorted(tensors, key=lambda t: t.expert is not None):
         place = (tensor.part, tensor.letter, tensor.expert)
-        whole = (tensor.part, tensor.letter, None)
-        other = seen.get(place) or seen.get(whole)
+        other = seen.get(place) or seen.get((tensor.part, tensor.letter, None))
         if other is not None:
             message = f"says the same as {other}: one place has two tensors"
             reading.fault("duplicate", tensor.info.key, message)

@@ -38,6 +38,8 @@ BASES: dict[str, Config] = {
     "mixtral": {**COMMON, "num_local_experts": E, "intermediate_size": INNER},
     "gpt_oss": {**COMMON, "num_local_experts": E, "intermediate_size": INNER},
     "granitemoe": {**COMMON, "num_local_experts": E, "intermediate_size": INNER},
+    "llama": {**COMMON, "intermediate_size": 16, "hidden_size": 16},
+    "phi3": {**COMMON, "intermediate_size": 16, "hidden_size": 16, "pad_token_id": 0},
     "nemotron_h": {
         **COMMON,
         "layers_block_type": ["moe", "attention"],
