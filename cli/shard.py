@@ -236,16 +236,26 @@ def verify_line(
 
 def _load_base(adapter: Adapter, base: str | None, base_config: Path | None) -> BaseModel:
     from moelora.slicing.base_model import load_base_model
-    from moelora.slicing.errors import UsageError
+    from moelora.slicing.errors import InputError
 
     config_file = str(base_config) if base_config else None
     name = base or adapter.base_name or config_file
     if name is None:
-        raise UsageError(
+        raise InputError(
             f"{adapter.name_or_path}: its adapter_config.json names no base model",
             hint="say which one with --base B, or give its config.json with --base-config FILE",
         )
-    return load_base_model(name, config_file=config_file)
+    try:
+        return load_base_model(name, config_file=config_file)
+    except InputError as error:
+        if base or config_file:
+            raise
+        raise InputError(
+            f"the adapter's config names the base {name!r} (relative paths count from the current "
+            f"folder): {error.message}",
+            hint="name it with --base DIR, or its config.json with --base-config FILE (and "
+            "--random-base for verify)",
+        ) from error
 
 
 def _report_dry_run(plan: ShardPlan, target: Path, force: bool, out: Output) -> None:

@@ -67,11 +67,13 @@ class FaultsError(InputError):
 
     code = "faults"
 
-    def __init__(self, what: str, faults: Iterable[Fault], *, hint: str = "") -> None:
+    def __init__(
+        self, what: str, faults: Iterable[Fault], *, hint: str = "", **details: Any
+    ) -> None:
         self.faults = tuple(faults)
         n = len(self.faults)
         lines = "\n".join(f"  - {fault}" for fault in self.faults)
-        super().__init__(f"{what}: {n} fault{'s' if n != 1 else ''}\n{lines}", hint=hint)
+        super().__init__(f"{what}: {n} fault{'s' if n != 1 else ''}\n{lines}", hint=hint, **details)
 
     def to_json(self) -> dict[str, Any]:
         body = super().to_json()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -173,14 +173,17 @@ def plan_shards(
             misplaced.setdefault(text, Fault(code, module.path, text))
             continue
         planned.append(PlannedModule(module, role, owned))
-    faults += [*_undivided_faults(uneven, planned, layout), *misplaced.values()]
+    faults += [Fault("not_divisible", path, text) for (_, text), path in uneven.items()]
+    faults += misplaced.values()
     if strict:
         faults += [_strict_fault(skip, base) for skip in reading.skips if _counts(skip)]
         faults += reading.doubts
     if not planned and not faults:
         faults.append(nothing_found(adapter))
     if faults:
-        raise FaultsError(adapter.name_or_path, faults, hint=_hint(faults))
+        sizes, would_do = _sizes_that_work(planned, layout) if uneven else ({}, "")
+        hint = "; ".join(text for text in (would_do, _hint(faults)) if text)
+        raise FaultsError(adapter.name_or_path, faults, hint=hint, **sizes)
     skips = [*reading.skips, *absent_layers(base, planned, reading.skips)]
     plan = ShardPlan(
         adapter, base, layout, placement, planned, dtype, skips, list(reading.warnings), options
@@ -212,20 +215,30 @@ def _owners(
     return owned if count == routed else [*owned[:-1], [*owned[-1], *range(routed, count)]]
 
 
-def _undivided_faults(
-    uneven: dict[tuple[str, str], str], planned: list[PlannedModule], layout: ParallelLayout
-) -> list[Fault]:
-    works = sizes_that_work([p.placement for p in planned], layout)
-    return [
-        Fault(
-            "not_divisible",
-            path,
-            f"{message}. --tp values that work for every module at --ep {layout.moe_ep_size}: "
-            f"{', '.join(map(str, works)) or 'none up to 128'}",
-            {"tp_sizes_that_work": works},
-        )
-        for (_, message), path in uneven.items()
+def _sizes_that_work(
+    planned: list[PlannedModule], layout: ParallelLayout
+) -> tuple[dict[str, list[int]], str]:
+    """Return the sizes over which every module divides, for programs and for people."""
+    placements = [p.placement for p in planned]
+    ep = layout.moe_ep_size
+    tp_sizes = sizes_that_work(placements, layout)
+    if tp_sizes:
+        text = ", ".join(map(str, tp_sizes))
+        return {
+            "tp_sizes_that_work": tp_sizes
+        }, f"--tp values that work for every module at --ep {ep}: {text}"
+    experts = {p.module.base.num_experts for p in planned if p.module.is_expert}
+    ep_sizes = [
+        size
+        for size in range(1, 129)
+        if all(count % size == 0 for count in experts)
+        and sizes_that_work(placements, replace(layout, tp_size=size, moe_ep_size=size))
     ]
+    text = ", ".join(map(str, ep_sizes)) or "none"
+    return (
+        {"tp_sizes_that_work": [], "ep_sizes_that_work": ep_sizes},
+        f"no --tp up to 128 works at --ep {ep}; --ep values that some --tp works with: {text}",
+    )
 
 
 def nothing_found(adapter: Adapter) -> Fault:

@@ -51,6 +51,12 @@ class Placement:
     def is_routed(self) -> bool:
         return self.role.startswith("routed_")
 
+    @property
+    def works_as(self) -> str:
+        """How the ranks' outputs come together: ``column`` (side by side), ``row`` (summed), or
+        the role itself where every rank computes all of it. An lm_head may be cut or whole."""
+        return "column" if self.role == "lm_head" and self.cuts else self.role
+
     def sharded_dim(self, letter: str) -> int | None:
         """Return the dim of factor ``letter`` that tp (experts: moe_tp) cuts; None for none.
 
@@ -59,10 +65,8 @@ class Placement:
         expert_dims = 1 if self.is_routed else 0
         if letter == "A":
             return expert_dims + 1 if self.role in ("row", "routed_down") else None
-        if self.role in ("column", "routed_gate_up", "routed_gate", "routed_up"):
+        if self.works_as in ("column", "routed_gate_up", "routed_gate", "routed_up"):
             return expert_dims
-        if self.role == "lm_head" and self.cuts:
-            return 0
         return None
 
     def ranges(self, layout: ParallelLayout, coords: RankCoords) -> Ranges:
@@ -136,14 +140,11 @@ def _expert_cuts(module: BaseModule, role: Role) -> tuple[Cut, ...]:
 def sizes_that_work(placements: list[Placement], layout: ParallelLayout) -> list[int]:
     """Return the tp sizes up to 128 over which every module divides, ep and dp unchanged."""
     share = layout.moe_ep_size * layout.moe_dp_size
+    cuts = {(placement.is_routed, cut) for placement in placements for cut in placement.cuts}
     return [
         tp
         for tp in range(share, 129, share)
-        if all(
-            cut_works(cut, tp // share if placement.is_routed else tp)
-            for placement in placements
-            for cut in placement.cuts
-        )
+        if all(cut_works(cut, tp // share if routed else tp) for routed, cut in cuts)
     ]
 
 

@@ -103,8 +103,8 @@ class FakeLibrary:
         self.call("load_base_model", name=name, **kwargs)
         return SimpleNamespace(name_or_path=name)
 
-    def inspect_adapter(self, adapter: FakeAdapter, base: Any) -> Report:
-        return self.call("inspect_adapter", adapter=adapter, base=base)
+    def inspect_adapter(self, adapter: FakeAdapter, base: Any, options: Any) -> Report:
+        return self.call("inspect_adapter", adapter=adapter, base=base, options=options)
 
     def plan_shards(
         self, adapter: FakeAdapter, base: Any, layout: Any, placement: Any, **kwargs: Any

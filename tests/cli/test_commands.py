@@ -111,7 +111,7 @@ def test_dry_run_writes_nothing_and_says_where(moelora, library, tmp_path) -> No
 def test_shard_needs_some_base(moelora, library, adapter_class, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(adapter_class, "base", None)
     result = moelora("shard", "a", "--tp", "4")
-    assert result.code == 2
+    assert result.code == 3
     assert "--base" in result.stderr
     config = tmp_path / "config.json"
     config.write_text("{}")

@@ -124,8 +124,18 @@ def test_sizes_that_do_not_divide(
     fault = caught.value.faults[0]
     assert fault.code == "not_divisible"
     assert says in fault.message
-    assert fault.details == {"tp_sizes_that_work": works}
-    assert f"at --ep {ep}: {', '.join(map(str, works))}" in fault.message
+    assert caught.value.details == {"tp_sizes_that_work": works}
+    assert caught.value.hint.endswith(f"at --ep {ep}: {', '.join(map(str, works))}")
+
+
+def test_ep_values_are_named_when_no_tp_works(tmp_path: Path) -> None:
+    # 8 heads: a tp of 3, 6, 9, ... divides them never
+    adapter, base = open_small(tmp_path, GOOD)
+    with pytest.raises(FaultsError) as caught:
+        plan_shards(adapter, base, ParallelLayout(3, 3))
+    assert caught.value.details["tp_sizes_that_work"] == []
+    assert caught.value.details["ep_sizes_that_work"] == [1, 2, 4, 8]
+    assert "--ep values that some --tp works with: 1, 2, 4, 8" in caught.value.hint
 
 
 def test_experts_that_do_not_divide(tmp_path: Path) -> None:
