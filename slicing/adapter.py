@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from moelora.slicing.bounded_json import read_json_object, shown
 from moelora.slicing.errors import Fault, InputError
+from moelora.slicing.gc_pause import gc_paused
 from moelora.slicing.header import TensorInfo
 from moelora.slicing.patterns import MAX_PATTERNS, matcher, pattern_problem
-from moelora.slicing.source import fetch_adapter, local_path, path_kind
+from moelora.slicing.source import fetch_adapter, local_path, path_kind, pinned_revision
 from moelora.slicing.tensor_file import TensorFile
 from moelora.slicing.weights import WEIGHTS_NAME, inside, open_weights
 
@@ -102,6 +103,7 @@ class Adapter:
     _files: dict[str, TensorFile] = field(default_factory=dict, repr=False)
 
     @classmethod
+    @gc_paused
     def open(cls, name_or_path: str, revision: str | None = None) -> Adapter:
         """Open an adapter folder or Hub id. Only the config and the files' headers are read.
 
@@ -109,6 +111,7 @@ class Adapter:
             InputError: the config or the weights are missing or not readable.
         """
         folder = fetch_adapter(name_or_path, revision)
+        revision = pinned_revision(folder) or revision
         config, faults = read_config(folder / CONFIG_NAME)
         adapter = cls(str(name_or_path), folder, config, {}, revision, faults)
         try:

@@ -12,6 +12,7 @@ from moelora.slicing.base_model import BaseModel
 from moelora.slicing.errors import Fault
 from moelora.slicing.formats import read_modules
 from moelora.slicing.formats.reading import shorten
+from moelora.slicing.gc_pause import gc_paused
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
 from moelora.slicing.lora import LoraModule
 from moelora.slicing.options import PlanOptions
@@ -109,6 +110,7 @@ class InspectReport:
         return "\n".join(lines)
 
 
+@gc_paused
 def inspect_adapter(
     adapter: Adapter, base: BaseModel | None, options: PlanOptions | None = None
 ) -> InspectReport:

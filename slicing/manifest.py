@@ -53,8 +53,11 @@ def rank_metadata(layout: ParallelLayout, tp_rank: int) -> dict[str, str]:
     }
 
 
-def plan_body(plan: ShardPlan) -> dict[str, Any]:
-    """Return the manifest of a plan, without what is only known after writing (hashes)."""
+def plan_body(plan: ShardPlan, *, restore: bool = True) -> dict[str, Any]:
+    """Return the manifest of a plan, without what is only known after writing (hashes).
+
+    restore: with the entries for unshard, which are most of the work.
+    """
     layout = plan.layout
     body = {
         "format": FORMAT,
@@ -85,6 +88,8 @@ def plan_body(plan: ShardPlan) -> dict[str, Any]:
         "skipped": _skipped(plan),
         "warnings": plan.warnings,
     }
+    if not restore:
+        return body
     return body | {"restore": restore_entries(plan, described_hash(body))}
 
 

@@ -1,4 +1,7 @@
-"""Turn a folder or a Hub id into local files. The only file that imports huggingface_hub."""
+"""Turn a folder or a Hub id into local files, and files into a commit on the Hub.
+
+The only file that imports huggingface_hub.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,22 @@ import stat
 from pathlib import Path
 from typing import Literal
 
-from moelora.slicing.errors import InputError
+from moelora.slicing.errors import InputError, OutputError
 
-ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model*", "*.safetensors.index.json")
+CONFIG_NAME = "adapter_config.json"
+# The first of these that a repository has is the adapter's weights; the others stay there.
+WEIGHTS_NAMES = (
+    "adapter_model.safetensors",
+    "adapter_model.safetensors.index.json",
+    "adapter_model.bin",
+)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def fetch_adapter(name_or_path: str, revision: str | None = None) -> Path:
-    """Return the local folder of an adapter; a Hub id is downloaded, adapter files only.
+    """Return the local folder of an adapter; of a Hub id only the needed files are downloaded.
+
+    All files are of one commit, also when the branch moves meanwhile: ``pinned_revision``.
 
     Raises:
         InputError: neither a folder nor a Hub id that can be reached.
@@ -23,15 +34,43 @@ def fetch_adapter(name_or_path: str, revision: str | None = None) -> Path:
     path = local_adapter(name_or_path)
     if path is not None:
         return path
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download
 
     try:
-        folder = snapshot_download(
-            name_or_path, revision=revision, allow_patterns=list(ADAPTER_PATTERNS)
-        )
+        config = Path(hf_hub_download(name_or_path, CONFIG_NAME, revision=revision))
+        commit = pinned_revision(config.parent) or revision
+        _fetch_weights(name_or_path, commit)
+    except InputError:
+        raise
     except Exception as error:
         raise _unreachable(name_or_path, "adapter", error) from error
-    return Path(folder)
+    return config.parent
+
+
+def _fetch_weights(name: str, commit: str | None) -> None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    for number, file in enumerate(WEIGHTS_NAMES):
+        try:
+            path = Path(hf_hub_download(name, file, revision=commit))
+        except EntryNotFoundError:
+            # Offline, "not in the cache" says the same: then the next name may be.
+            if number == len(WEIGHTS_NAMES) - 1:
+                raise
+            continue
+        if file.endswith(".index.json"):
+            from moelora.slicing.weights import index_files  # which imports this file
+
+            for one in index_files(path):
+                hf_hub_download(name, one, revision=commit)
+        return
+
+
+def pinned_revision(folder: Path) -> str | None:
+    """Return the commit that a folder of the Hub's cache holds, None for any other folder."""
+    is_snapshot = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
+    return folder.name if is_snapshot else None
 
 
 def local_adapter(name_or_path: str) -> Path | None:
@@ -109,6 +148,45 @@ def fetch_base_weights(name_or_path: str, revision: str | None = None) -> Path:
     return path
 
 
+def upload_files(
+    repo: str,
+    folder: Path,
+    hashes: dict[str, str],
+    *,
+    create: bool = False,
+    private: bool = False,
+    revision: str | None = None,
+) -> str:
+    """Upload files of a folder to a model repository in one commit; return the commit's address.
+
+    hashes: sha256 of each file, by name; a file that changed meanwhile stops the upload.
+
+    Raises:
+        InputError: ``repo`` is no Hub id, or a file is not the expected one.
+        OutputError: the Hub refused, or is out of reach.
+    """
+    _require_hub_id(repo, "repository")
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    operations = [CommitOperationAdd(name, str(folder / name)) for name in hashes]
+    for operation in operations:
+        name = operation.path_in_repo
+        if operation.upload_info.sha256.hex() != hashes[name]:
+            raise InputError(f"{folder / name}: changed since it was verified")
+    api = HfApi()
+    try:
+        if create:
+            api.create_repo(repo, private=private or None, exist_ok=True)
+        message = "Upload shards verified by moelora"
+        commit = api.create_commit(repo, operations, commit_message=message, revision=revision)
+    except Exception as error:
+        raise OutputError(
+            f"{repo}: the upload failed ({type(error).__name__}: {_first_line(error)})",
+            hint="--create makes a repository that is not there; HF_TOKEN needs write access",
+        ) from error
+    return str(commit.commit_url)
+
+
 def local_path(name_or_path: str) -> Path:
     """Return the path that a user typed, ``~`` expanded.
 
@@ -151,11 +229,16 @@ def _require_hub_id(name: str, what: str) -> None:
 
 def _unreachable(name: str, what: str, error: Exception) -> InputError:
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-    first_line = (str(error).splitlines() or [""])[0]
     return InputError(
         f"{name}: the {what} is no local folder and could not be fetched from the Hub "
-        f"({type(error).__name__}: {first_line})",
+        f"({type(error).__name__}: {_first_line(error)})",
         hint="HF_HUB_OFFLINE is set: download it first or name a local folder"
         if offline
         else "check the name, the revision and the network, or name a local folder",
     )
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error's text, without any token that may stand in it."""
+    text = (str(error).splitlines() or [""])[0]
+    return re.sub(r"hf_\w{8,}|(?<=[Bb]earer )\S+", "<token>", text)

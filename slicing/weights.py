@@ -53,8 +53,13 @@ def open_weights(folder: Path) -> list[TensorFile]:
         return [_open_single(folder)]
     files: list[TensorFile] = []
     try:
-        weight_map = _weight_map(folder)
+        weight_map = _weight_map(inside(folder, INDEX_NAME))
         for name in sorted(set(weight_map.values())):
+            if not (folder / name).exists():
+                raise InputError(
+                    f"{folder / name}: no such file, but {INDEX_NAME} names it",
+                    hint="download the adapter again",
+                )
             files.append(TensorFile(inside(folder, name)))
             _check_index(folder / INDEX_NAME, weight_map, files[-1])
         return files
@@ -102,8 +107,12 @@ def inside(folder: Path, name: str) -> Path:
     )
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    path = inside(folder, INDEX_NAME)
+def index_files(path: Path) -> list[str]:
+    """Return the names of the files that an index names, checked to lie beside it."""
+    return sorted(set(_weight_map(path).values()))
+
+
+def _weight_map(path: Path) -> dict[str, str]:
     body, _ = read_json_object(path, hint="download the index file again")
     weight_map = body.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -115,11 +124,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 f"{path}: {shown(key)} is said to be in {shown(str(name))}, expected the name of a "
                 ".safetensors file of this folder",
                 hint="an index names files beside it, without a path",
-            )
-        if not (folder / name).exists():
-            raise InputError(
-                f"{folder / name}: no such file, but {INDEX_NAME} names it",
-                hint="download the adapter again",
             )
     return weight_map
 
