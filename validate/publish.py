@@ -1,0 +1,95 @@
+"""``publish``: upload a shard set, but only one whose passing report is about exactly these bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moelora.slicing.adapter import CONFIG_NAME, sha256_of
+from moelora.slicing.errors import FaultsError, InputError
+from moelora.slicing.manifest import MANIFEST_NAME
+from moelora.slicing.read import ShardSet
+from moelora.slicing.source import upload_files
+
+RERUN = "run moelora verify SHARDS --json > verify.json on this set, and publish on its exit code 0"
+
+
+@dataclass(frozen=True)
+class Published:
+    """What was uploaded, or would be. hashes: sha256 of each file."""
+
+    repo: str
+    revision: str | None
+    hashes: dict[str, str]
+    dry_run: bool
+    url: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def to_text(self) -> str:
+        what = "would upload" if self.dry_run else "uploaded"
+        lines = [f"{what} {len(self.hashes)} files to {self.repo}"]
+        lines += [f"  {name}" for name in self.hashes]
+        return "\n".join([*lines, self.url] if self.url else lines)
+
+
+def publish(
+    shards: Path | str,
+    repo: str,
+    report: Path,
+    *,
+    create: bool = False,
+    private: bool = False,
+    revision: str | None = None,
+    dry_run: bool = False,
+) -> Published:
+    """Upload the files that the manifest lists, the manifest and the config; nothing else.
+
+    report: what ``moelora verify --json`` wrote for this very set.
+    create: make the repository if it is not there. private: with ``create``, not public.
+
+    Raises:
+        InputError: the report is not a pass, or is about other bytes.
+        FaultsError: files whose bytes are not those of the manifest.
+        OutputError: the Hub refused.
+    """
+    opened = ShardSet.open(shards)
+    manifest = sha256_of(opened.folder / MANIFEST_NAME)
+    check_report(report, manifest)
+    damage = opened.damaged_files()
+    if damage:
+        raise FaultsError(str(shards), damage, hint=RERUN)
+    hashes = {entry["file"]: entry["sha256"] for entry in opened.body["ranks"]}
+    hashes[CONFIG_NAME] = opened.body["adapter"]["files"][CONFIG_NAME]
+    hashes[MANIFEST_NAME] = manifest  # last: a folder without it is not a shard set
+    url = ""
+    if not dry_run:
+        url = upload_files(
+            repo, opened.folder, hashes, create=create, private=private, revision=revision
+        )
+    return Published(repo, revision, hashes, dry_run, url)
+
+
+def check_report(path: Path, manifest_sha256: str) -> None:
+    """Check that a report is a pass of the set with this manifest.
+
+    Raises:
+        InputError: it is not.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not readable as a report: {error}", hint=RERUN) from error
+    if not isinstance(body, dict) or body.get("command") != "verify" or "verdict" not in body:
+        raise InputError(f"{path}: is no report of moelora verify", hint=RERUN)
+    if body["verdict"] != "pass" or body.get("exit_code") != 0:
+        raise InputError(f"{path}: the verdict is {body['verdict']!r}, not a pass", hint=RERUN)
+    lenses = {c["lens"] for c in body.get("checks", []) if c.get("outcome") == "pass"}
+    if not lenses >= {"bytes", "deltas", "logits"}:
+        raise InputError(f"{path}: only {sorted(lenses)} were checked", hint=RERUN)
+    if body.get("manifest_sha256") != manifest_sha256:
+        message = f"{path}: is about another shard set (its manifest's sha256 differs)"
+        raise InputError(message, hint=RERUN)
