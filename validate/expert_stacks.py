@@ -74,6 +74,11 @@ def stacks_of(witness: FileWitness, module: BaseModule) -> ExpertStacks | None:
 
 
 def _gather(witness: FileWitness, module: BaseModule) -> ExpertStacks | None:
+    whole = witness.stacks(module)
+    if whole is not None:
+        a_all, b_all = (_smaller(t.expand(module.num_experts, *t.shape[1:])) for t in whole[:2])
+        same = torch.full((module.num_experts,), whole[2], dtype=torch.float64)
+        return ExpertStacks(module, (Part(slice(None), a_all, b_all, same),))
     found: dict[tuple[int, int, int], dict[int, tuple[torch.Tensor, torch.Tensor, float]]] = {}
     for expert in range(module.num_experts):
         factors = witness.factors(module, expert)
@@ -88,23 +93,23 @@ def _gather(witness: FileWitness, module: BaseModule) -> ExpertStacks | None:
     return ExpertStacks(module, tuple(parts))
 
 
+def _smaller(tensor: torch.Tensor) -> torch.Tensor:
+    """float32 holds every value of the types that adapters come in, float64 excepted."""
+    small = tensor.float()
+    return small if bool((small == tensor).all()) else tensor
+
+
 def _part(
     module: BaseModule, rows: slice, found: dict[int, tuple[torch.Tensor, torch.Tensor, float]]
 ) -> Part:
     rank = max(a.shape[0] for a, _, _ in found.values())
     size = len(range(*rows.indices(module.shape[1])))
     count, inp = module.num_experts, module.shape[2]
-    # float32 holds every value of the types that adapters come in, float64 excepted
-    dtype = torch.float32
-    if any(bool((t != t.float()).any()) for a, b, _ in found.values() for t in (a, b)):
-        dtype = torch.float64
-    a_all, b_all = (
-        torch.zeros(count, rank, inp, dtype=dtype),
-        torch.zeros(count, size, rank, dtype=dtype),
-    )
+    a_all = torch.zeros(count, rank, inp, dtype=torch.float64)
+    b_all = torch.zeros(count, size, rank, dtype=torch.float64)
     scaling = torch.zeros(count, dtype=torch.float64)
     for expert, (a, b, factor) in found.items():
         a_all[expert, : a.shape[0]] = a
         b_all[expert, :, : b.shape[1]] = b
         scaling[expert] = factor
-    return Part(rows, a_all, b_all, scaling)
+    return Part(rows, _smaller(a_all), _smaller(b_all), scaling)

@@ -35,7 +35,7 @@ class ExpertFile:
     def factors(self, module: BaseModule, expert: int) -> Factors | None:
         """Return what the file adds to one expert of a parameter; None if it cannot be read."""
         container, _, leaf = module.path.rpartition(".")
-        wrapped = self._wrapped(module)
+        wrapped = self.wrapped(module)
         if wrapped is not None:
             a, b, scaling = wrapped
             row_a, row_b = (t[expert] if t.shape[0] > 1 else t[0] for t in (a, b))
@@ -110,7 +110,7 @@ class ExpertFile:
         starts = tuple(f"{s}." for c in (container, beside) for s in spellings(c))
         return any(key.startswith(starts) for key in self.file.keys)
 
-    def _wrapped(self, module: BaseModule) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    def wrapped(self, module: BaseModule) -> tuple[torch.Tensor, torch.Tensor, float] | None:
         """Return the parameter's stacks and scaling where PEFT's wrapper layout holds it."""
         container, _, leaf = module.path.rpartition(".")
         keys = self._wrapper_keys(module, container)

@@ -81,6 +81,11 @@ class FileWitness:
         """Return what the file adds to one expert: (A, B, scaling, rows); None if unknown."""
         return self._experts.factors(module, expert)
 
+    def stacks(self, module: BaseModule) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """Return (A (E or 1, r, in), B (E or 1, out, r), scaling) where PEFT's own layout holds
+        all experts of a parameter together; None in any other."""
+        return self._experts.wrapped(module)
+
     def expert(self, module: BaseModule, expert: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return the delta of one expert for rows ``x (n, in)`` in float64, ``(n, out)``.
 

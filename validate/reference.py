@@ -25,8 +25,9 @@ from moelora.validate.sharded_model import ShardedModel
 from moelora.validate.unsharded import Unsharded, owner_path
 
 # What rounding alone changes at the least, as a share of the mean absolute logit. In 16 bits it
-# is measured as well: the adapted modules of the base computed in fp32.
-ROUNDING = {torch.float32: 4 * 2**-23, torch.bfloat16: 2**-10, torch.float16: 2**-13}
+# is measured as well: the adapted modules of the base computed in fp32. Where PEFT and the file
+# agree on every delta, so do their logits up to rounding: that is measured in any type.
+ROUNDING = {torch.float32: 8 * 2**-23, torch.bfloat16: 2**-10, torch.float16: 2**-13}
 
 
 @dataclass
@@ -77,9 +78,15 @@ def make_reference(
     sharded.with_adapter = True
 
     merged, merged_choices, idle, reached = _merged(model, plan, witness, tokens)
-    with peft_reference(model, plan, witness) as peft, Choices() as peft_choices:
-        peft_logits = _peft_logits(peft, tokens)
-    if peft_logits is not None and peft.agrees:
+    witnesses = None
+    with peft_reference(model, plan, witness) as peft:
+        with Choices() as peft_choices:
+            peft_logits = _peft_logits(peft, tokens)
+        if peft.model is not None:
+            with Choices(merged_choices):
+                witnesses = Distance.between(merged, logits_of(peft.model, tokens))
+    # PEFT also applies what --ignore leaves out
+    if peft_logits is not None and peft.agrees and not plan.options.ignore:
         name, logits, choices = "PEFT", peft_logits, peft_choices
     else:
         name, logits, choices = "the file's own deltas", merged, merged_choices
@@ -89,6 +96,8 @@ def make_reference(
     if dtype != torch.float32:
         with Unsharded(model, plan, None).installed(), Choices(base_choices):
             rounding = max(rounding, Distance.between(base, logits_of(model, tokens)).mean_abs)
+    if witnesses is not None and peft.agrees:
+        rounding = max(rounding, witnesses.mean_abs)  # two unsharded answers to the same question
     cast = None
     if loses_bits(plan):
         whole = logits
@@ -97,8 +106,7 @@ def make_reference(
         cast = Distance.between(whole, logits)
     return Reference(
         name, logits, choices, floor, effect, max(floor.mean_abs, rounding), rounding, peft,
-        None if peft_logits is None else Distance.between(peft_logits, merged),
-        cast, reached, idle,
+        witnesses, cast, reached, idle,
     )  # fmt: skip
 
 
@@ -127,6 +135,8 @@ def _peft_logits(peft: PeftReference, tokens: torch.Tensor) -> torch.Tensor | No
     try:
         return logits_of(peft.model, tokens)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         peft.model = None
         peft.error = f"wrapped, the model cannot run: {type(error).__name__}: {error}"[:200]
         return None

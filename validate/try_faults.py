@@ -127,17 +127,23 @@ def self_test(
     max_kl: float | None = None,
     floor_factor: float | None = None,
     progress: Callable[[str], None] | None = None,
+    on_verified: Callable[[VerifyReport], None] | None = None,
     **options: Any,
 ) -> SelfTestReport:
     """Verify a shard set, then put each fault into it in memory; nothing on disk is changed.
 
     options: as of ``verify``. progress: called with each fault's name before it is tried.
+    on_verified: called with the report on the set itself, before the first fault.
     """
     limits = make_limits(max_kl, floor_factor)
     with opened(shards, Options(**options)) as bench:
         report = SelfTestReport(bench.new_report())
         run = run_lenses(report.verified, bench, limits)
-        report.verified.seconds = bench.seconds
+        report.verified.seconds = dict(bench.seconds)
+        if bench.device == "cuda":
+            report.verified.peak_gpu_bytes = torch.cuda.max_memory_allocated()
+        if on_verified is not None:
+            on_verified(report.verified)
         if report.verified.verdict != "pass" or run is None:
             return report
         before = sum(bench.seconds.values())

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "validate"))
 from real_shapes import base_config, qwen3_moe_adapter
 from shard_sets import Workshop
 
-from moelora.validate import self_test, verify
+from moelora.validate import VerifyReport, self_test, verify
 
 CONFIG = Path(__file__).resolve().parents[1] / "validate" / "data" / "qwen3-30b-a3b.json"
 
@@ -49,8 +49,9 @@ def main() -> None:
         print(f"adapter made in {made - start:.1f} s, sharded in {cut - made:.1f} s", flush=True)
         given = {"device": options.device, "random_base": True, "tokens": options.tokens}
         if options.self_test:
-            result = self_test(shards, adapter=str(adapter), **given, progress=_say)
-            print(result.verified.to_text(), flush=True)
+            result = self_test(
+                shards, adapter=str(adapter), **given, progress=_say, on_verified=_show
+            )
         else:
             result = verify(shards, adapter=str(adapter), **given)
         print(result.to_text(), flush=True)
@@ -58,6 +59,10 @@ def main() -> None:
         if options.html:
             options.html.write_text(result.to_html())
         sys.exit(result.exit_code)
+
+
+def _show(report: VerifyReport) -> None:
+    print(report.to_text(), flush=True)
 
 
 def _say(name: str) -> None:
