@@ -80,7 +80,7 @@ class PlainDrive:
         return base_ranges(self.planned, self.plan, self.plan.layout.coords(rank))
 
     def parts(self, loras: list[RankLora], kernel: MoeLora) -> list[torch.Tensor]:
-        role = self.planned.placement.role
+        role = self.planned.placement.works_as
         if self.planned.module.base.kind == "embedding":
             return [F.linear(F.embedding(self.x, o.lora_a.T), o.lora_b) * o.scaling for o in loras]
         if role == "row":
@@ -89,7 +89,7 @@ class PlainDrive:
         return [linear_delta(self.x, lora) for lora in loras]
 
     def joined(self, parts: list[torch.Tensor], joins: Joins) -> torch.Tensor:
-        role = self.planned.placement.role
+        role = self.planned.placement.works_as
         if role == "row":
             return joins.all_reduce(parts)
         if role == "column":
@@ -110,7 +110,7 @@ class PlainDrive:
         ]
 
     def wanted_of(self, unit: int, rank: int) -> torch.Tensor:
-        role = self.planned.placement.role
+        role = self.planned.placement.works_as
         if role == "row":
             own = self.ranges(rank)
             inner = pick(self.x.double(), -1, own) @ pick(self.a, -1, own).T

@@ -103,7 +103,7 @@ class ShardedModel:
         return [base_ranges(planned, self.plan, layout.coords(r)) for r in self.joins.tp_ranks]
 
     def _plain_forward(self, module: Any, planned: PlannedModule) -> Any:
-        loras, role = self._loras(planned), planned.placement.role
+        loras, role = self._loras(planned), planned.placement.works_as
         if role == "embedding":
             return self._embedding_forward(module, loras)
         if role in ("replicated", "lm_head"):
