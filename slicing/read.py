@@ -134,15 +134,24 @@ class ShardSet:
 
 
 def load_rank(shards: Path | str, tp_rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Return the tensors of one rank of a shard set, by name, on ``device``.
+    """Return the tensors of one rank of a shard set, by name, on ``device``, ready for the kernel.
+
+    They share one buffer: a tensor that is kept keeps all of it. Hashes are not checked here,
+    ``moelora verify`` does; a file of another size than the manifest says is refused.
 
     Raises:
         InputError: not a shard set, no such rank, or an unreadable file.
+        CannotRunError: no such device here.
     """
+    from moelora.slicing.load import load_tensors
+
     opened = ShardSet.open(shards)
     if not 0 <= tp_rank < opened.layout.tp_size:
         raise InputError(f"{shards}: has ranks 0 to {opened.layout.tp_size - 1}, got {tp_rank}")
-    tensors, metadata = opened.load(tp_rank, device)
+    path = opened.rank_path(tp_rank)
+    if path_kind(path) != "file":
+        raise InputError(f"{path}: no such file, but {MANIFEST_NAME} lists it")
+    tensors, metadata = load_tensors(path, device, opened.body["ranks"][tp_rank]["bytes"])
     if faults := opened.header_faults(tp_rank, metadata):
         raise FaultsError(str(shards), faults, hint="copy the set again or shard again")
     return tensors
