@@ -83,6 +83,13 @@ def _range_shifted(setup: Setup) -> None:
 
 
 def _gate_up_swapped(setup: Setup) -> None:
+    apart = [p for p in routed(setup) if p.placement.role in ("routed_gate", "routed_up")]
+    if len(apart) == 2:  # kept apart by the base
+        names = [setup.name(planned, "B") for planned in apart]
+        parts = [[own[name] for own in setup.tensors] for name in names]
+        setup.put(apart[0], "B", parts[1])
+        setup.put(apart[1], "B", parts[0])
+        return
     for planned in gate_up(setup):
         if planned.module.base.gate_up_layout == "interleaved":
             setup.change(planned, "B", lambda _, t: t.unflatten(1, (-1, 2)).flip(2).flatten(1, 2))
@@ -205,19 +212,21 @@ def _expert_zeroed(setup: Setup) -> None:
 
 
 def _other_layer(setup: Setup) -> None:
-    planned = _any_module(setup)
-    others = [
-        p
-        for p in setup.plan.modules
-        if p.module.base.name == planned.module.base.name
-        and p.path != planned.path
-        and p.module.lora_A.shape == planned.module.lora_A.shape
-        and p.module.lora_B.shape == planned.module.lora_B.shape
-    ]
-    if not others:
-        raise NotHere("no other layer has the same module")
+    def siblings(planned: PlannedModule) -> list[PlannedModule]:
+        return [
+            p
+            for p in setup.plan.modules
+            if p.module.base.name == planned.module.base.name
+            and p.path != planned.path
+            and p.module.lora_A.shape == planned.module.lora_A.shape
+            and p.module.lora_B.shape == planned.module.lora_B.shape
+        ]
+
+    (planned, *_) = last_layer(
+        setup, lambda p: bool(siblings(p)), "no adapted module has a like in another layer"
+    )
     for letter in "AB":
-        name = setup.name(others[0], letter)
+        name = setup.name(siblings(planned)[0], letter)
         setup.put(planned, letter, [own[name] for own in setup.tensors])
 
 

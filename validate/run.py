@@ -103,7 +103,10 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
         check_bytes(report, bench.shards, bench.plan, bench.tensors, bench.metadata)
     with bench.timed("deltas"):
         deltas = bench.deltas()
-        results = check_deltas(report, bench.shards, deltas, bench.tensors, kernel=bench.kernel)
+        results = check_deltas(
+            report, bench.shards, deltas, bench.tensors,
+            kernel=bench.kernel, keep=bench.options.rank_map,
+        )  # fmt: skip
         off = [result for result in results if bench.options.rank_map or result.wrong]
         add_rank_errors(off, bench.joins)
         modules = next(check for check in report.checks if check.name == "modules")

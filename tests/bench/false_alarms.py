@@ -48,7 +48,7 @@ def main() -> None:
             if not adapter.exists():
                 MAKERS[fmt](base, adapter, seed=seed + 1)
             order = ("ep_major", "tp_major")[seed % 2]
-            shards = workshop.folder / f"{name}-tp{tp}-ep{ep}-{order}-keep"
+            shards = workshop.folder / f"{workshop.folder.name}-{name}-tp{tp}-ep{ep}-{order}-keep"
             workshop.made.update({shards.name: shards} if shards.exists() else {})
             report = verify(
                 workshop.shards(adapter, tp, ep, order), adapter=str(adapter), dtype=dtype,

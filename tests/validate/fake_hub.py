@@ -71,7 +71,10 @@ def _answer(hub: Hub, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
     if repo not in hub.repos:
         return 404, {"error": "Repository not found"}
     if "/preupload/" in path:  # everything is small enough for the commit itself
-        files = [{**one, "uploadMode": "regular", "shouldIgnore": False} for one in json.loads(body)["files"]]
+        files = [
+            {**one, "uploadMode": "regular", "shouldIgnore": False}
+            for one in json.loads(body)["files"]
+        ]
         return 200, {"files": files}
     if "/commit/" in path:
         for line in body.decode().splitlines():

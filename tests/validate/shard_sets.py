@@ -54,7 +54,8 @@ class Workshop:
                 layout = ParallelLayout(tp, ep, rank_order=order)  # type: ignore[arg-type]
                 write_shards(plan_shards(source, base, layout, dtype=dtype), out)
 
-        return self._once(f"{adapter.name}-tp{tp}-ep{ep}-{order}-{dtype}", make)
+        name = f"{adapter.parent.name}-{adapter.name}-tp{tp}-ep{ep}-{order}-{dtype}"
+        return self._once(name, make)
 
     def _once(self, name: str, make: Callable[[Path], Any]) -> Path:
         if name not in self.made:

@@ -10,6 +10,8 @@ import torch
 from real_shapes import base_config, qwen3_moe_adapter
 from shard_sets import Workshop, copy_of, edit_rank, failed, patch_hashes, verify
 
+from moelora.validate import self_test
+
 CONFIG = Path(__file__).resolve().parent / "data" / "qwen3-30b-a3b.json"
 LAYERS = 4
 pytestmark = pytest.mark.gpu
@@ -52,6 +54,21 @@ def test_swapped_ranks_of_the_real_shape_are_caught(
     patch_hashes(shards)
     report = verify(shards, adapter, device="cuda", random_base=True, dtype="bfloat16")
     assert set(failed(report)) >= {"bytes/reassembled", "deltas/modules", "logits/logits"}
+
+
+def test_every_fault_is_caught_at_the_real_shape(
+    workshop: Workshop, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = workshop.shards(adapter, 4, 2)
+    report = self_test(
+        shards, adapter=str(adapter), device="cuda", random_base=True, dtype="bfloat16"
+    )
+    with capsys.disabled():
+        print(f"\n{report.to_text()}")
+    assert report.exit_code == 0, report.to_text()
+    away = {row.name for row in report.rows if row.not_here}
+    assert away == {"A and B transposed"}  # nothing in this model is square
+    assert all(row.caught["deltas"] == "caught" for row in report.rows if not row.not_here)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])
