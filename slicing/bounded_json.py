@@ -94,11 +94,14 @@ def read_small_file(path: Path, limit: int) -> bytes:
         raise InputError(
             f"{path}: cannot be read: {error.strerror}", hint="check the path and its permissions"
         ) from error
-    with open(handle, "rb") as file:
+    try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path}: is no regular file", hint="put the file itself there")
-        data = file.read(limit + 1)
+        with open(handle, "rb", closefd=False) as file:
+            data = file.read(limit + 1)
+    finally:
+        os.close(handle)
     if len(data) > limit:
         raise InputError(
             f"{path}: {max(status.st_size, len(data))} bytes, at most {limit} are read",

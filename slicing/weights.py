@@ -54,12 +54,14 @@ def open_weights(folder: Path) -> list[TensorFile]:
     files: list[TensorFile] = []
     try:
         weight_map = _weight_map(inside(folder, INDEX_NAME))
-        for name in sorted(set(weight_map.values())):
+        names = sorted(set(weight_map.values()))
+        for name in names:
             if not (folder / name).exists():
                 raise InputError(
                     f"{folder / name}: no such file, but {INDEX_NAME} names it",
                     hint="download the adapter again",
                 )
+        for name in names:
             files.append(TensorFile(inside(folder, name)))
             _check_index(folder / INDEX_NAME, weight_map, files[-1])
         return files
