@@ -11,9 +11,13 @@ from moelora.kernels.routing import MoeLoraRouting, build_routing_eager, routing
 
 def goes_through_operator(*tensors: torch.Tensor) -> bool:
     """Whether a call is being traced, or is on tensors that only pretend."""
-    return torch.compiler.is_compiling() or any(
-        type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors
-    )
+    if torch.compiler.is_compiling():
+        return True
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            return True
+    return False
 
 
 @torch.library.custom_op("moelora::build_routing", mutates_args=())

@@ -70,7 +70,10 @@ def choose_block_m(num_pairs: int, num_groups: int, expected_pairs: int, rank: i
     rows = expected_pairs / max(1, min(num_groups, expected_pairs))
     if rows <= 24:
         return 16
-    return 32 if rows <= (128 if rank > 32 else 512) else 64
+    if rows <= (128 if rank > 32 else 512):
+        return 32
+    # tall tiles only where they still outnumber the multiprocessors of a large GPU
+    return 64 if expected_pairs >= 64 * 132 else 32
 
 
 def _split(in_features: int, block_k: int, splits: int) -> tuple[int, int]:
@@ -137,7 +140,13 @@ def grouped_expand_tile(
     block (2 for gate and up together). slices: of A, of which an item owns one."""
     block_r = power_of_2(rank, 16, 64 if block_m > 16 else 128)
     block_n = power_of_2(features, 16, 256 if block_m == 16 and block_r <= 32 else 128)
-    stages = 3
+    # With several blocks of r the loop loads rank vectors too; pipelined, these would fill the
+    # shared memory.
+    stages = 3 if rank <= block_r else 1
+    if item == 4:  # fp32 products are unrolled into scalar ones
+        block_n = min(block_n, 64 if block_m == 16 else 32)
+    elif rank > block_r:
+        block_n = min(block_n, 64)
     while (stages * block_n * parts + 2 * block_m) * block_r * item > gpu.shared:
         stages, block_n = (stages - 1, block_n) if stages > 2 else (stages, block_n // 2)
     per_slice = cdiv(features, block_n)
