@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moelora.cli import demo, inspect, publish, shard, unshard, verify
+from moelora.cli import demo, families, inspect, publish, shard, unshard, verify
 
 app = typer.Typer(
     name="moelora",
@@ -24,6 +24,7 @@ app.command("shard", epilog=shard.EPILOG)(shard.shard)
 app.command("unshard", epilog=unshard.EPILOG)(unshard.unshard)
 app.command("verify", epilog=verify.EPILOG)(verify.verify)
 app.command("publish", epilog=publish.EPILOG)(publish.publish)
+app.command("families", epilog=families.EPILOG)(families.families)
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
 
 

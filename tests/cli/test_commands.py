@@ -12,13 +12,17 @@ from moelora.slicing.errors import InputError
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
 
 OPTIONS = {
-    "inspect": "--base --base-config --revision --json",
+    "inspect": "--base --base-config --revision --expert-b-layout --expert-orientation "
+    "--gate-up-layout --ignore --assume-roles --json",
     "shard": "--tp --ep --moe-dp --rank-order --expert-placement --allow-uneven-experts --base "
-    "--base-config --revision -o --dtype --ranks -n --dry-run --force --strict --json",
+    "--base-config --revision -o --dtype --ranks -n --dry-run --force --strict --shared-experts "
+    "--lm-head --expert-b-layout --expert-orientation --gate-up-layout --ignore --assume-roles "
+    "--json",
     "unshard": "-o --target-layout --force --json",
     "verify": "--adapter --base --base-config --random-base --revision --device --kernel --dtype "
     "--prompts --tokens --seed --max-kl --floor-factor --strict --self-test --junit-xml --html --json",
     "publish": "--report --create --private --revision -n --dry-run --json",
+    "families": "--json",
     "demo": "-o --force --json",
 }
 

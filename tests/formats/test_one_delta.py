@@ -106,6 +106,16 @@ QWEN: dict[str, Make] = {
 }
 
 
+# family -> the formats in which this file writes its experts, for the table of families
+FORMATS = {
+    "qwen3_moe": ["per_expert", "target_parameters", "stacked", "shared_outer"],
+    "mixtral": ["per_expert"],
+    "granitemoe": ["scattermoe", "per_expert"],
+    "gpt_oss": ["target_parameters", "stacked"],
+    "nemotron_h": ["stacked", "per_expert"],
+}
+
+
 @pytest.mark.parametrize("name", QWEN)
 def test_same_shards(name: str, tmp_path: Path) -> None:
     delta = Delta()
