@@ -83,5 +83,8 @@ def _base_if_any(
     except MoeloraError as error:
         if base or config_file:
             raise
-        out.warn(f"placement not checked, the base model is not at hand: {error.message}")
+        out.warn(
+            "placement not checked, the base that the adapter's config names is not at hand: "
+            + error.message
+        )
         return None

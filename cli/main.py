@@ -40,6 +40,9 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
         signal.signal(signal.SIGINT, _interrupt)
     code = run(sys.argv[1:])
+    # The outcome is told; Python's own shutdown takes a while, and would die of the signal.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settle_streams()
     sys.exit(code)
 
@@ -72,7 +75,7 @@ def run(args: list[str]) -> int:
 
 def _explain(error: BaseException, args: list[str]) -> int:
     """Tell what went wrong, on stderr and with ``--json`` also on stdout; return the exit code."""
-    if isinstance(error, SystemExit):
+    if isinstance(error, SystemExit) and not _interrupted:
         # Only Typer exits, with 1, when a pipe's reader went away. 1 would mean a mismatch.
         return ExitCode.OUTPUT
     known = _known(error, args)

@@ -64,24 +64,32 @@ def run_demo(out_dir: Path | None, say: Say, *, force: bool = False) -> dict[str
 @contextmanager
 def _own_folder(folder: Path, force: bool) -> Iterator[None]:
     """Make the folder of a demo; if the demo breaks off, what it wrote is removed."""
-    made = [path for path in [folder, *folder.absolute().parents] if not os.path.lexists(path)]
+    folder = folder.absolute()
+    made = [path for path in [folder, *folder.parents] if not os.path.lexists(path)]
     try:
         _check_demo_folder(folder, force)
         folder.mkdir(parents=True, exist_ok=True)
         for name in MODELS:
             if (folder / name).is_dir():
                 shutil.rmtree(folder / name)
+    except OSError as error:
+        _remove_empty(made)
+        raise output_error(folder, error) from error
+    try:
         yield
     except BaseException as error:
-        for path in [*(folder / name for name in MODELS), *made]:
-            if path.name in MODELS:
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with suppress(OSError):
-                    path.rmdir()
+        for name in MODELS:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        _remove_empty(made)
         if isinstance(error, OSError):
             raise output_error(folder, error) from error
         raise
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _check_demo_folder(folder: Path, force: bool) -> None:
