@@ -27,7 +27,7 @@ from moelora.validate.unsharded import Unsharded, owner_path
 # What rounding alone changes at the least, as a share of the mean absolute logit. In 16 bits it
 # is measured as well: the adapted modules of the base computed in fp32. Where PEFT and the file
 # agree on every delta, so do their logits up to rounding: that is measured in any type.
-ROUNDING = {torch.float32: 8 * 2**-23, torch.bfloat16: 2**-10, torch.float16: 2**-13}
+ROUNDING = {torch.float32: 32 * 2**-23, torch.bfloat16: 2**-10, torch.float16: 2**-13}
 
 
 @dataclass

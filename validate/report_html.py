@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from moelora.slicing.base_model import layer_number, path_in_layer
+from moelora.validate.check_deltas import LIMIT
 from moelora.validate.html_charts import coverage_map, heat_map, token_chart
 from moelora.validate.report import Check, VerifyReport
 
@@ -149,6 +150,7 @@ def _ranks(check: Check | None) -> str:
     errors: dict[str, list[float]] = {} if check is None else check.numbers.get("rank_errors", {})
     if check is None or not errors:
         return ""
+    limit = check.numbers.get("limit", LIMIT)
     columns: dict[str, dict[int, float]] = {}
     for path, ranks in errors.items():
         layer = layer_number(path)
@@ -159,8 +161,7 @@ def _ranks(check: Check | None) -> str:
     kinds = sorted({path_in_layer(path) for path in errors})
     return (
         "<h2>Deltas, layer by rank</h2><p class=soft>Largest relative error of a rank's own "
-        f"output over {escape(', '.join(kinds))}; limit {check.numbers['limit']:.0e}.</p>"
-        + heat_map(columns, check.numbers["limit"])
+        f"output over {escape(', '.join(kinds))}; limit {limit:.0e}.</p>" + heat_map(columns, limit)
     )
 
 

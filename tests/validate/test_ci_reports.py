@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from shard_sets import Workshop, copy_of, edit_rank, patch_hashes, verify
+from test_nothing_checked import scaled_adapter
 
 from moelora.validate.report import Check, Finding, VerifyReport
 from moelora.validate.try_faults import Row, SelfTestReport
@@ -126,6 +129,42 @@ def test_html_is_whole_and_self_contained(passing: VerifyReport, failing: Verify
         for heading in ("Logits and their controls", "Deltas, layer by rank", "Expert coverage"):
             assert heading in page.text
     assert "first mismatch: model.layers.1.mlp.experts.down_proj" in Page(failing.to_html()).text
+
+
+def drop_a_tensor(own: dict[str, torch.Tensor]) -> None:
+    own.pop("model.layers.1.self_attn.q_proj.lora_B.weight")
+
+
+def cut_a_tensor(own: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.mlp.experts.down_proj.lora_A.weight"
+    own[name] = own[name][..., :-1]
+
+
+def poison(own: dict[str, torch.Tensor]) -> None:
+    own["model.layers.1.self_attn.q_proj.lora_B.weight"].fill_(float("nan"))
+
+
+@pytest.mark.parametrize("change", [drop_a_tensor, cut_a_tensor, poison])
+def test_every_kind_of_failure_can_be_reported(
+    workshop: Workshop, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None]
+) -> None:
+    adapter = workshop.adapter("qwen3_moe")
+    shards = copy_of(workshop.shards(adapter), tmp_path / "set")
+    edit_rank(shards, 2, change)
+    patch_hashes(shards)
+    report = verify(shards, adapter, rank_map=True)
+    assert report.exit_code == 1
+    assert "Fail: " in Page(report.to_html()).text
+    assert failures(report.to_junit())
+    assert report.to_github()[0]
+    assert max(map(len, report.to_text().splitlines())) <= 100
+
+
+def test_nothing_checked_can_be_reported(workshop: Workshop, tmp_path: Path) -> None:
+    adapter = scaled_adapter(workshop, tmp_path / "zero", 0.0)
+    report = verify(workshop.shards(adapter), adapter, rank_map=True)
+    assert "Nothing checked" in Page(report.to_html()).text
+    assert failures(report.to_junit()) == ["modules", "logits"]
 
 
 def test_the_heat_map_shows_the_rank_that_is_wrong(

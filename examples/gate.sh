@@ -1,0 +1,15 @@
+#!/bin/sh
+# Shard an adapter, verify the shards, publish them. Each step stops the script unless it exits 0.
+#
+#   TP=4 EP=2 examples/gate.sh ./my-adapter me/my-adapter-tp4-ep2
+#
+# VERIFY holds further options of moelora verify: "--random-base" needs no weights of the base.
+set -eu
+adapter=$1
+repo=$2
+moelora shard "$adapter" --tp "${TP:-4}" --ep "${EP:-2}" --strict -o shards
+# shellcheck disable=SC2086  # split at blanks on purpose
+moelora verify shards --adapter "$adapter" --json --junit-xml verify.xml --html verify.html \
+  ${VERIFY:-} > verify.json
+# shellcheck disable=SC2086
+moelora publish shards "$repo" --report verify.json ${PUBLISH:-}
