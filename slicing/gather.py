@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelora.slicing.header import DTYPE_SIZES
-from moelora.slicing.lora import Factor, Piece, torch_dtypes
+from moelora.slicing.lora import Box, Factor, Piece, torch_dtypes, whole
 
 if TYPE_CHECKING:
     import torch
@@ -70,9 +70,17 @@ class FactorReader:
 
     def __init__(self, adapter: Adapter, factor: Factor) -> None:
         self._adapter, self._factor = adapter, factor
+        # whole runs of an expert's rows, as the file has them: tensor, first row, rows
+        self._plain: dict[int, list[tuple[TensorInfo, int, int]]] = {}
         self._of_one: dict[int, list[_Piece]] = {}  # pieces that fill a single expert, by its id
         self._of_many: list[_Piece] = []
+        width = whole(factor.shape[2:])
         for piece in factor.pieces:
+            if _is_plain(piece, width) and adapter.tensors[piece.key].dtype == factor.dtype:
+                (expert, _, _), (first, last, _), _ = piece.at
+                info = adapter.tensors[piece.key]
+                self._plain.setdefault(expert, []).append((info, first, last - first))
+                continue
             found = _Piece.of(piece, adapter.tensors[piece.key])
             start, stop, _ = piece.at[0]
             if stop - start == 1:
@@ -97,19 +105,53 @@ class FactorReader:
         everything = range(factor.shape[0])
         experts = everything if need.experts is None else need.experts
         fills: list[tuple[_Piece, Runs]] = []
+        plain: list[tuple[TensorInfo, int, int, int]] = []  # with the row of the result
         for row, expert in enumerate(experts):
             alone = [(range(1), slice(row, row + 1))]
             fills += [(piece, alone) for piece in self._of_one.get(expert, ())]
+            plain += [(*one, row) for one in self._plain.get(expert, ())]
         if self._of_many:
             place = {expert: row for row, expert in enumerate(experts)}
             fills += [(p, runs) for p in self._of_many if (runs := p.runs(place))]
         shape = (len(experts), *factor.shape[1:])
-        covered = need.ranges is None and sum(p.numel(runs) for p, runs in fills) == prod(shape)
+        filled = sum(p.numel(runs) for p, runs in fills)
+        filled += sum(rows for _, _, rows, _ in plain) * prod(shape[2:])
+        covered = need.ranges is None and filled == prod(shape)
         out: Bits = (np.empty if covered else np.zeros)(shape, bits_type(factor.dtype))
+        if plain:
+            self._read_plain(plain, need, out)
         for piece, runs in fills:
             for window, wanted in piece.rows_needed(need, runs):
                 piece.copy(self._adapter, factor.dtype, window, wanted, out)
         return out
+
+    def _read_plain(
+        self, plain: list[tuple[TensorInfo, int, int, int]], need: Need, out: Bits
+    ) -> None:
+        """Read runs of rows straight to their places: most adapters consist of nothing else."""
+        memory, row_bytes = _memory(out), out.itemsize * out.shape[2]
+        ranges = need.ranges if need.dim == 1 and need.ranges is not None else None
+        for info, first, rows, expert in plain:
+            at = expert * out.shape[1] + first
+            for start, stop in ranges or [(first, first + rows)]:
+                low, high = max(start - first, 0), min(stop - first, rows)
+                if low < high:
+                    place = memory[(at + low) * row_bytes : (at + high) * row_bytes]
+                    self._adapter.read_into(info, low * row_bytes, place)
+
+
+def _is_plain(piece: Piece, width: Box) -> bool:
+    """Return whether a piece is a run of one expert's rows, whole and in the file's order."""
+    at = piece.at
+    return (
+        len(at) == 3
+        and at[0][1] - at[0][0] == 1
+        and at[1][2] == 1
+        and at[2:] == width
+        and piece.src is None
+        and piece.permute == (0, 1, 2)
+        and piece.view == (1, at[1][1] - at[1][0], at[2][1])
+    )
 
 
 # runs of experts: their indices in a piece's dim 0, and the rows of the result

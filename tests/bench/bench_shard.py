@@ -168,10 +168,8 @@ def main() -> None:
                 f"{row['cp']:.2f} | {row['cp_sync']:.2f} | {row['peak']:.0f} |"
             )
             shutil.rmtree(adapter)
-    text = "\n".join(lines) + "\n"
-    print(text)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(text)
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
