@@ -143,14 +143,21 @@ def check_deltas(
         run_module(drive, shards, tensors, deltas.joins, kernel, deltas.device, keep=keep)
         for drive in deltas.drives
     ]
-    findings = [finding for result in results for finding in findings_of(result)]
+    huge = [result for result in results if _overflows(result)]
+    findings = [finding for r in results if not _overflows(r) for finding in findings_of(r)]
     worst = max((result.worst for result in results), default=0.0)
     pairs = sum(len(r.errors) for r in results if r.planned.module.is_expert)
     detail = (
         f"{len(results)} modules, {pairs} (module, expert) pairs, largest relative error "
         f"{worst:.1e}, limit {LIMIT:.0e}"
     )
-    if deltas.unknown and not findings:
+    if huge and not findings:
+        why = (
+            f"the adapter's own deltas are too large for float32 in {len(huge)} modules, such as "
+            f"{huge[0].planned.path}: no rank can compute them"
+        )
+        report.not_checked("deltas", "modules", why)
+    elif deltas.unknown and not findings:
         why = f"no second witness for {len(deltas.unknown)} modules, such as {deltas.unknown[0]}"
         report.not_checked("deltas", "modules", why)
     elif not findings and not any(size > 0 for r in results for size in r.sizes.values()):
@@ -163,6 +170,15 @@ def check_deltas(
         )  # fmt: skip
     _check_coverage(report, deltas, results)
     return results
+
+
+def _overflows(result: ModuleResult) -> bool:
+    """Return whether the true delta, or its scaling, is beyond what the ranks compute in."""
+    most = torch.finfo(torch.float32).max
+    scaling = result.planned.module.scaling
+    rows = scaling if isinstance(scaling, list) else [[scaling]]
+    numbers = [abs(value) for row in rows for value in row]
+    return not all(value <= most for value in [*numbers, *result.sizes.values()])
 
 
 def add_rank_errors(results: list[ModuleResult], joins: Joins) -> None:

@@ -7,6 +7,7 @@ stand out from the floor is not checked, whatever the numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +133,9 @@ def verdict_of(
     """Return (outcome, what is wrong or why nothing was checked, limit on the mean difference)."""
     effect, noise = reference.effect.mean_abs, reference.noise
     cap = limits.effect_share * effect
+    if not math.isfinite(effect):
+        why = "the adapter's own logits are not finite: it answers nothing, sharded or not"
+        return "not_checked", [why], cap
     limit = cap if limits.max_kl is not None else min(limits.floor_factor * noise, cap)
     if not effect >= STANDS_OUT * noise:
         why = (

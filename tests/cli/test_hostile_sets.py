@@ -129,3 +129,16 @@ def test_unshard_refuses_a_config_that_is_no_json(mine, cli) -> None:
     Path("shards", CONFIG).write_text("garbage")
     rehash()
     assert cli("unshard", "shards", "-o", "out").code == 3
+
+
+def test_deltas_that_no_rank_can_compute_are_not_called_wrong(mine, cli) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = "adapter/adapter_model.safetensors"
+    tensors = {name: tensor * 1e20 for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, {"format": "pt"})
+    change_json(f"adapter/{CONFIG}", lambda body: body.update(lora_alpha=1e300))
+    assert cli("shard", "adapter", "--tp", "2", "--ep", "2", "-o", "huge").code == 0
+    result = cli("verify", "huge", "--device", "cpu", "--tokens", "16")
+    assert result.code == 5, result.stdout
+    assert "too large for float32" in " ".join(result.stdout.split())
