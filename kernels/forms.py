@@ -176,7 +176,8 @@ def _check_form(
         scaling, sizes.num_adapters, sizes.num_local_experts, sizes.a_slices
     )
     require_triton(tensors[1])
-    return Problem(*tensors, value, per_group, topk_weights, sizes)
+    base, x, lora_a, lora_b, ids, mapping = tensors
+    return Problem(base, x, lora_a, lora_b, ids, mapping, value, per_group, topk_weights, sizes)
 
 
 def _run_activation(
@@ -271,7 +272,7 @@ def fused_moe_lora_combine(
     read. x: (T, K, in). Everything else as in `fused_moe_lora`.
     """
     tensors = (down, x, lora_a, lora_b, topk_ids, token_lora_mapping)
-    key = ("combine", tensor_key(out), num_local_experts)
+    key: tuple[Any, ...] = ("combine", tensor_key(out), num_local_experts)
     key += call_key(tensors, scaling, topk_weights, routing, workspace)
     plan = None if INTERPRETED else _plans.get(key)
     use_delta = topk_ids.numel() <= MAX_PAIRS_GATHERED

@@ -139,10 +139,11 @@ def fused_moe_lora_activation_reference(
 
     Same arguments and meaning as `fused_moe_lora_activation`; in fp32 throughout.
     """
-    tensors = (x, lora_a, lora_b)
     sizes = check_problem(
         gate_up,
-        *tensors,
+        x,
+        lora_a,
+        lora_b,
         topk_ids,
         token_lora_mapping,
         topk_weights=None,
@@ -153,7 +154,9 @@ def fused_moe_lora_activation_reference(
     check_activation(act, gate_up, activation, sizes)
     added = fused_moe_lora_reference(
         gate_up.to(torch.float32, copy=True),
-        *(t.float() for t in tensors),
+        x.float(),
+        lora_a.float(),
+        lora_b.float(),
         topk_ids,
         token_lora_mapping,
         scaling=scaling,
@@ -184,10 +187,11 @@ def fused_moe_lora_combine_reference(
 
     Same arguments and meaning as `fused_moe_lora_combine`; in fp32 throughout.
     """
-    tensors = (x, lora_a, lora_b)
     sizes = check_problem(
         down,
-        *tensors,
+        x,
+        lora_a,
+        lora_b,
         topk_ids,
         token_lora_mapping,
         topk_weights=topk_weights,
@@ -198,7 +202,9 @@ def fused_moe_lora_combine_reference(
     check_combine(out, down, sizes)
     added = fused_moe_lora_reference(
         down.to(torch.float32, copy=True),
-        *(t.float() for t in tensors),
+        x.float(),
+        lora_a.float(),
+        lora_b.float(),
         topk_ids,
         token_lora_mapping,
         scaling=scaling,
