@@ -11,7 +11,7 @@ from one_delta import H, R, Tensors, pair, read, shard, write_adapter, write_bas
 from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import load_base_model
 from moelora.slicing.errors import FaultsError
-from moelora.slicing.layout import ParallelLayout
+from moelora.slicing.layout import ParallelLayout, vocabulary_range
 from moelora.slicing.options import PlanOptions
 from moelora.slicing.plan import ShardPlan, plan_shards
 
@@ -113,6 +113,18 @@ def test_vocabulary(tmp_path: Path) -> None:
     parts = [head.slice_of("B", cut.layout, c) for c in cut.layout.all_coords()]
     # 100 rows padded to 128, 32 per rank: the last rank has 4
     assert [part.ranges for part in parts] == [[(0, 32)], [(32, 64)], [(64, 96)], [(96, 100)]]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "wanted"),
+    [
+        (250, 4, [(0, 64), (64, 128), (128, 192), (192, 250)]),  # padded to 256
+        (250, 2, [(0, 128), (128, 250)]),
+        (100, 3, [(0, 64), (64, 100), (100, 100)]),  # 128 does not divide by 3: padded to 192
+    ],
+)
+def test_vocabulary_ranges(vocab: int, tp: int, wanted: list[tuple[int, int]]) -> None:
+    assert [vocabulary_range(vocab, tp, rank) for rank in range(tp)] == wanted
 
 
 def test_lm_head_in_the_files(tmp_path: Path) -> None:
