@@ -83,6 +83,11 @@ def _split(in_features: int, block_k: int, splits: int) -> tuple[int, int]:
     return cdiv(steps, per_split), per_split * block_k
 
 
+def most_partial_rows(num_pairs: int, sms: int) -> int:
+    """Return the bound on the rank vectors of a stage, all splits together."""
+    return 4 * num_pairs + 4 * 64 * sms
+
+
 def pairwise_shrink_tile(num_pairs: int, columns: int, in_features: int, sms: int) -> ShrinkTile:
     """columns: S * r. One block of A per program: long rows, so that there are few partial sums."""
     block_k = power_of_2(in_features, 64, 512 if in_features <= 8192 else 1024)
@@ -90,7 +95,8 @@ def pairwise_shrink_tile(num_pairs: int, columns: int, in_features: int, sms: in
         block_k //= 2
     few = num_pairs * columns * in_features < 8192 * 2 * sms
     block_r = power_of_2(columns, 4, max(4, (4096 if few else 8192) // block_k))
-    split_k, k_per_split = _split(in_features, block_k, 64)
+    splits = min(64, most_partial_rows(num_pairs, sms) // num_pairs)
+    split_k, k_per_split = _split(in_features, block_k, splits)
     return ShrinkTile(block_r, block_k, split_k, k_per_split, 4, 1)
 
 
@@ -109,11 +115,6 @@ def grouped_tiles(expected_pairs: int, num_groups: int, block_m: int) -> int:
     """Return how many tiles to expect in use."""
     groups = expected_groups(expected_pairs, num_groups)
     return max(1, int(max(groups, expected_pairs / block_m + groups / 2)))
-
-
-def most_partial_rows(num_pairs: int, sms: int) -> int:
-    """Return the bound on the rank vectors of a stage, all splits together."""
-    return 4 * num_pairs + 4 * 64 * sms
 
 
 def grouped_shrink_tile(

@@ -120,3 +120,17 @@ def test_added_not_overwritten() -> None:
     once = run_and_check(p)
     delta = once[p.has_work] - p.output[p.has_work]
     torch.testing.assert_close(twice[p.has_work], p.output[p.has_work] + 2 * delta)
+
+
+def test_hints_change_no_result() -> None:
+    """The share of local pairs and the rank only steer the choice of tiles."""
+    p = make_problem(Case(40, 4, 3, 6, 300, 36, 5, S=2), device=DEVICE)
+    for num_global_experts, rank in ((48, 5), (6, 64)):
+        routing = build_routing(
+            *p.args[3:],
+            num_adapters=3,
+            num_local_experts=6,
+            num_global_experts=num_global_experts,
+            rank=rank,
+        )
+        run_and_check(p, routing=routing)
