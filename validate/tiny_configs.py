@@ -257,6 +257,7 @@ TINY: dict[str, Config] = {
     },
     "aria": {
         "text_config": {
+            "model_type": "aria_text",
             **SIZES,
             "intermediate_size": 40,
             "moe_num_experts": 8,
