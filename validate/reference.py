@@ -116,8 +116,16 @@ def _base_logits(model: nn.Module, plan: ShardPlan, tokens: torch.Tensor) -> tor
     Raises:
         InputError: the base cannot run, as with more experts per token than there are.
     """
+    plainer: Any = getattr(model, "set_experts_implementation", None)
     try:
-        return logits_of(model, tokens)
+        try:
+            return logits_of(model, tokens)
+        except RuntimeError as error:
+            if is_out_of_memory(error) or plainer is None:
+                raise
+            # grouped_mm wants sizes that are multiples of 16 bytes; the plain loop does not
+            plainer("eager")
+            return logits_of(model, tokens)
     except Exception as error:
         if is_out_of_memory(error):
             raise
