@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import threading
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from moelora.slicing.bounded_json import read_json_object, shown
+from moelora.slicing.bounded_json import read_json_object, shown, unreadable
 from moelora.slicing.errors import Fault, InputError
 from moelora.slicing.gc_pause import gc_paused
 from moelora.slicing.header import TensorInfo
@@ -192,9 +193,16 @@ class Adapter:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Return the sha256 of a file, in hex.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def read_config(path: Path) -> tuple[LoraConfig, list[Fault]]:

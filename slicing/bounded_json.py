@@ -91,9 +91,7 @@ def read_small_file(path: Path, limit: int) -> bytes:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read: {error.strerror}", hint="check the path and its permissions"
-        ) from error
+        raise unreadable(path, error) from error
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -108,6 +106,14 @@ def read_small_file(path: Path, limit: int) -> bytes:
             hint="is this the right file? Configs are a few kilobytes",
         )
     return data
+
+
+def unreadable(path: Path, error: OSError) -> InputError:
+    """Return the error of a file that is there and cannot be read."""
+    return InputError(
+        f"{path}: cannot be read: {error.strerror or error}",
+        hint="check the path and its permissions",
+    )
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -141,6 +141,10 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     try:
+        str(path).encode()
+    except UnicodeEncodeError as error:  # the library takes no such path
+        raise OSError(errno.EILSEQ, "the path is not UTF-8") from error
+    try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
         told = re.search(r"\(os error (\d+)\)", str(error))

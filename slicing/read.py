@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelora.slicing.adapter import CONFIG_NAME, sha256_of
-from moelora.slicing.bounded_json import Limits, read_json_object
+from moelora.slicing.bounded_json import Limits, read_json_object, unreadable
 from moelora.slicing.errors import Fault, FaultsError, InputError, MoeloraError
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
 from moelora.slicing.lora import torch_dtypes
@@ -84,6 +85,7 @@ class ShardSet:
         path = self.rank_path(tp_rank)
         if path_kind(path) != "file":
             raise InputError(f"{path}: no such file, but {MANIFEST_NAME} lists it")
+        _require_readable(path)
         try:
             with safe_open(str(path), framework="pt", device=device) as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -155,6 +157,20 @@ def load_rank(shards: Path | str, tp_rank: int, device: str = "cpu") -> dict[str
     if faults := opened.header_faults(tp_rank, metadata):
         raise FaultsError(str(shards), faults, hint="copy the set again or shard again")
     return tensors
+
+
+def _require_readable(path: Path) -> None:
+    """Refuse a file that the safetensors library would call missing, or damaged, and is neither."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        str(path).encode()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{path}: the safetensors library takes no path that is not UTF-8",
+            hint="rename the folder",
+        ) from error
 
 
 def require_shard_set(folder: Path) -> Path:

@@ -1,8 +1,9 @@
-"""Streams that are closed or full, and interrupts at bad moments."""
+"""Streams and disks that are closed or full, and interrupts at bad moments."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from moelora.cli.streams import printable
 
+SHARD = ("shard", "adapter", "--tp", "2", "--ep", "2")
 MAIN = "from moelora.cli.main import main; main()"
 
 
@@ -57,6 +59,26 @@ def test_a_full_stdout_says_that_the_set_is_whole(mine) -> None:
     assert "out was written whole, but" in done.stderr
     assert "Exception ignored" not in done.stderr
     assert Path("out/moelora.json").is_file()
+
+
+def limited(size: int) -> Any:
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_file_that_cannot_grow_is_an_output_error(mine) -> None:
+    before = sorted(os.listdir())
+    for line in (["unshard", "shards", "-o", "back"], ["demo", "-o", "d/d"], [*SHARD, "-o", "o"]):
+        done = subprocess_cli(*line, capture_output=True, preexec_fn=limited(50_000))
+        assert done.returncode == 6, done.stderr
+        assert sorted(os.listdir()) == before, "nothing is left"
+
+
+def test_force_keeps_a_users_folder_whatever_its_name(mine, cli) -> None:
+    inner = Path("shards/adapter_model-mine.safetensors")
+    inner.mkdir()
+    (inner / "precious").write_text("keep me")
+    assert cli(*SHARD, "-o", "shards", "--force").code == 6
+    assert (inner / "precious").read_text() == "keep me"
 
 
 def test_control_characters_are_escaped() -> None:
