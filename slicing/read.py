@@ -210,7 +210,7 @@ def _parallel(body: dict[str, Any], path: Path) -> tuple[ParallelLayout, ExpertP
         if any(type(size) is not int for size in sizes):  # bool is an int in Python
             names = "tp_size, moe_ep_size, moe_dp_size"
             raise TypeError(f"{names} are {sizes}, expected integers")
-        layout = ParallelLayout(*sizes, parallel["rank_order"])
+        layout = ParallelLayout(sizes[0], sizes[1], sizes[2], parallel["rank_order"])
         spec = parallel["expert_placement"]
         if isinstance(spec, str):
             placement = ExpertPlacement(spec, allow_uneven=True)

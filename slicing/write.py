@@ -71,7 +71,8 @@ def write_shards(
 
     if ranks is not None and len(ranks) < plan.layout.tp_size:
         return write_parts(plan, out_dir, ranks, force=force, progress=progress)
-    every, found, stop = list(range(plan.layout.tp_size)), [], threading.Event()
+    found: list[str] = []
+    every, stop = list(range(plan.layout.tp_size)), threading.Event()
     check_space(out_dir, plan.total_bytes())
     with (
         whole_folder(out_dir, marker=MANIFEST_NAME, force=force, found=found) as folder,
