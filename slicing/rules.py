@@ -41,6 +41,18 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Split:
+    """A fused module whose parts some trainers adapt apart: their names, top to bottom.
+
+    sizes: the rows of each part; the last rows of the module may belong to none of them.
+    """
+
+    fused: str
+    parts: tuple[str, ...]
+    sizes: Callable[[Any, BaseModule], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class Family:
     """The rules of the model types that share them.
 
@@ -53,6 +65,7 @@ class Family:
     rules: tuple[Rule, ...]
     renames: tuple[tuple[str, str], ...] = ()
     has_expert_rules: bool = True
+    splits: tuple[Split, ...] = ()
 
     def rule_for(self, module: BaseModule) -> Rule | None:
         """Return the first rule that names the module, None when there is none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -74,7 +74,7 @@ class FileWitness:
         """Return (A, B, scaling) of a plain module; None where the file has no such key."""
         a, b = self.find(path, "A"), self.find(path, "B")
         if a is None or b is None:
-            return None
+            return self._parts(path)
         return self.read(a), self.read(b), self.scaling(own_path(a))
 
     def factors(self, module: BaseModule, expert: int) -> Factors | None:
@@ -85,6 +85,31 @@ class FileWitness:
         """Return (A (E or 1, r, in), B (E or 1, out, r), scaling) where PEFT's own layout holds
         all experts of a parameter together; None in any other."""
         return self._experts.wrapped(module)
+
+    def _parts(self, path: str) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """Return the LoRA of a fused module whose rows were trained in parts."""
+        parent, _, leaf = path.rpartition(".")
+        names = _PARTS.get(leaf, ())
+        found = {
+            n: (self.find(f"{parent}.{n}", "A"), self.find(f"{parent}.{n}", "B")) for n in names
+        }
+        keys = {n: (a, b) for n, (a, b) in found.items() if a is not None and b is not None}
+        if not keys:
+            return None
+        out = self.base.modules[path].shape[0]
+        rows, start = {}, 0
+        for name in names:
+            rows[name] = start
+            start += _part_rows(self.base.text_config, name, out)
+        blocks_a, blocks_b, scaling = [], [], 0.0
+        for name, (a, b) in keys.items():
+            own = self.read(b)
+            wide = torch.zeros(out, own.shape[1], dtype=torch.float64)
+            wide[rows[name] : rows[name] + own.shape[0]] = own
+            blocks_a.append(self.read(a))
+            blocks_b.append(wide)
+            scaling = self.scaling(own_path(a))
+        return torch.cat(blocks_a), torch.cat(blocks_b, 1), scaling
 
     def expert(self, module: BaseModule, expert: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return the delta of one expert for rows ``x (n, in)`` in float64, ``(n, out)``.
@@ -143,6 +168,19 @@ def common_name(path: str) -> str:
     words = r"(?:(?:model|language_model|backbone|transformer|thinker)\.)+"
     match = re.fullmatch(words + r"((?:layers|blocks|embed_tokens|embeddings|wte).*)", path)
     return match[1] if match else path
+
+
+_PARTS = {
+    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "in_proj": ("gate_proj", "x_proj"),
+}
+
+
+def _part_rows(config: Any, name: str, out: int) -> int:
+    if name in ("gate_proj", "x_proj"):
+        return int(config.mamba_num_heads * config.mamba_head_dim)
+    key = int(config.linear_num_key_heads * config.linear_key_head_dim)
+    return out - 2 * key if name == "in_proj_v" else key
 
 
 # how older checkpoints and exporters spell what transformers 5 calls by the first name

@@ -15,7 +15,7 @@ from moelora.slicing.families.common import (
 )
 from moelora.slicing.families.state_space import MAMBA1, mamba2
 from moelora.slicing.layout import Cut
-from moelora.slicing.rules import Family, Rule, single_columns, single_rows
+from moelora.slicing.rules import Family, Rule, Split, single_columns, single_rows
 
 GRANITE_ROUTER = router(r"block_sparse_moe\.router")
 GRANITE_NAMES = ((r"\.block_sparse_moe\.router\.layer$", ".block_sparse_moe.router"),)
@@ -40,6 +40,12 @@ JAMBA = Family(
     (*GQA, *MAMBA1, *dense_mlp("feed_forward"), *router(r"feed_forward\.router"), *VOCABULARY),
 )
 
+
+def _gate_and_x(config: Any, module: BaseModule) -> tuple[int, ...]:
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    return inner, inner  # B, C and dt follow
+
+
 # One mixer per layer: Mamba-2, attention, MoE or a dense MLP, none of them gated. With latent
 # experts every rank projects all tokens down before the experts and up after their sum.
 NEMOTRON = Family(
@@ -58,6 +64,7 @@ NEMOTRON = Family(
         *VOCABULARY,
     ),
     ((r"^backbone\.", "model."), (r"\.embed_tokens$", ".embeddings")),
+    splits=(Split("in_proj", ("gate_proj", "x_proj"), _gate_and_x),),
 )
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from moelora.slicing.families.common import DENSE_MLP, GQA, ROUTER, SHARED_EXPERT, VOCABULARY
-from moelora.slicing.families.state_space import GROUPED_DELTA_NET, SEPARATE_DELTA_NET
-from moelora.slicing.rules import Family
+from moelora.slicing.families.state_space import (
+    GROUPED_DELTA_NET,
+    SEPARATE_DELTA_NET,
+    q_k_v_sizes,
+)
+from moelora.slicing.rules import Family, Split
 
 QWEN3_MOE = Family(
     (
@@ -28,6 +32,7 @@ QWEN3_NEXT = Family(
 QWEN3_5_MOE = Family(
     ("qwen3_5_moe", "qwen3_5_moe_text"),
     (*GQA, *SEPARATE_DELTA_NET, *DENSE_MLP, *SHARED_EXPERT, *ROUTER, *VOCABULARY),
+    splits=(Split("in_proj_qkv", ("in_proj_q", "in_proj_k", "in_proj_v"), q_k_v_sizes),),
 )
 
 FAMILIES = (QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT, QWEN3_5_MOE)

@@ -95,13 +95,16 @@ GROUPED_DELTA_NET = (
 )
 
 
+def q_k_v_sizes(config: Any, module: BaseModule) -> tuple[int, ...]:
+    """Return the rows of the queries, keys and values of a delta-net's in_proj_qkv."""
+    key = config.linear_num_key_heads * config.linear_key_head_dim
+    return key, key, module.shape[0] - 2 * key
+
+
 def _q_k_v_parts(config: Any, module: BaseModule) -> tuple[Cut, ...]:
-    heads = config.linear_num_key_heads
-    key = heads * config.linear_key_head_dim
-    value = module.shape[0] - 2 * key
-    by_key_head = Cut(key, heads, "linear_num_key_heads")
     # value heads follow their key heads, so they are shared out in the same groups
-    return (by_key_head, by_key_head, Cut(value, heads, "linear_num_key_heads"))
+    heads = config.linear_num_key_heads
+    return tuple(Cut(size, heads, "linear_num_key_heads") for size in q_k_v_sizes(config, module))
 
 
 # The same layer with its parts stored apart (transformers qwen3_5_moe modeling:557). Source: vLLM

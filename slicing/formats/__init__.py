@@ -12,6 +12,7 @@ from moelora.slicing.formats.keys import LoraKey, parse_key
 from moelora.slicing.formats.linear import read_linear
 from moelora.slicing.formats.projections import Places, read_projections
 from moelora.slicing.formats.reading import Reading, Skip
+from moelora.slicing.formats.split_linear import read_splits
 from moelora.slicing.formats.target_parameters import Wrappers, read_target_parameters
 from moelora.slicing.options import PlanOptions
 
@@ -56,6 +57,7 @@ def read_modules(adapter: Adapter, base: BaseModel, options: PlanOptions | None 
     for other in sorted(spelled)[1:]:
         message = f"is of adapter {other!r}, {spelled[min(spelled)]} of {min(spelled)!r}: save one"
         reading.fault("two_adapters", spelled[other], message)
+    read_splits(reading, plain)
     for path, keys in plain.items():
         read_linear(reading, path, keys)
     for container, places in experts.items():
