@@ -20,6 +20,7 @@ from moelora.cli.options import (
     examples,
 )
 from moelora.cli.output import remove_file, reporting, tell_github, write_file
+from moelora.slicing.errors import UsageError
 
 EPILOG = examples(
     "moelora verify ./my-adapter-tp4-ep2 --adapter ./my-adapter",
@@ -28,8 +29,13 @@ EPILOG = examples(
 )
 
 ShardsArgument = Annotated[
-    Path,
-    typer.Argument(metavar="SHARDS", help="Shard set: the folder with moelora.json."),
+    list[Path] | None,
+    typer.Argument(
+        metavar="SHARDS",
+        help="Shard set: the folder with moelora.json. Several: each on its own, then all in one "
+        "mixed batch.",
+        show_default="the current folder",
+    ),
 ]
 AdapterOption = Annotated[
     str | None,
@@ -136,7 +142,7 @@ SelfTestOption = Annotated[
 
 
 def verify(
-    shards: ShardsArgument = Path("."),
+    shards: ShardsArgument = None,
     adapter: AdapterOption = None,
     base: BaseOption = None,
     base_config: BaseConfigOption = None,
@@ -167,11 +173,18 @@ def verify(
     for file in (junit_xml, html):
         if file is not None:  # a report of an earlier run must not outlive this one's failure
             remove_file(file)
+    folders = shards or [Path(".")]
+    if self_test and len(folders) > 1:
+        raise UsageError("--self-test takes one shard set")
     with reporting("verify", as_json) as out:
-        _look_first(shards, adapter)
+        for folder in folders:
+            _look_first(folder, adapter, base)
         library = import_module("moelora.validate")
-        report = (library.self_test if self_test else library.verify)(
-            shards,
+        run = library.verify if len(folders) == 1 else library.verify_several
+        if self_test:
+            run = library.self_test
+        report = run(
+            folders[0] if len(folders) == 1 else folders,
             adapter=adapter,
             base=base,
             base_config=str(base_config) if base_config else None,
@@ -198,11 +211,13 @@ def verify(
         return report.exit_code
 
 
-def _look_first(shards: Path, adapter: str | None) -> None:
+def _look_first(shards: Path, adapter: str | None, base: str | None) -> None:
     """Refuse a mistyped path at once: the library takes seconds to import."""
     from moelora.slicing.read import require_shard_set
-    from moelora.slicing.source import local_adapter
+    from moelora.slicing.source import check_base_name, local_adapter
 
     require_shard_set(shards)
     if adapter is not None:
         local_adapter(adapter)
+    if base is not None:
+        check_base_name(base)

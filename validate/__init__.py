@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["VerifyReport", "self_test", "verify"]
+__all__ = ["VerifyReport", "self_test", "verify", "verify_several"]
 
 
 def __getattr__(name: str) -> Any:
@@ -11,6 +11,10 @@ def __getattr__(name: str) -> Any:
         from moelora.validate.run import verify
 
         return verify
+    if name == "verify_several":
+        from moelora.validate.several import verify_several
+
+        return verify_several
     if name == "self_test":
         from moelora.validate.try_faults import self_test
 

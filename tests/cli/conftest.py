@@ -131,6 +131,9 @@ class FakeLibrary:
     def publish(self, shards: Path, repo: str, report: Path, **kwargs: Any) -> Report:
         return self.call("publish", shards=shards, repo=repo, report=report, **kwargs)
 
+    def verify_several(self, shards: list[Path], **kwargs: Any) -> Report:
+        return self.call("verify_several", shards=shards, **kwargs)
+
     def self_test(self, shards: Path, **kwargs: Any) -> Report:
         return self.call("self_test", shards=shards, **kwargs)
 
@@ -193,7 +196,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
         "moelora.slicing.plan": {"plan_shards": fake.plan_shards},
         "moelora.slicing.write": {"write_shards": fake.write_shards},
         "moelora.slicing.unshard": {"unshard": fake.unshard},
-        "moelora.validate": {"verify": fake.verify, "self_test": fake.self_test},
+        "moelora.validate": {
+            "verify": fake.verify,
+            "self_test": fake.self_test,
+            "verify_several": fake.verify_several,
+        },
         "moelora.validate.publish": {"publish": fake.publish},
         "moelora.validate.demo": {"run_demo": fake.run_demo},
     }
@@ -202,7 +209,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
         module.__dict__.update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
     # The stand-in finds every folder.
-    monkeypatch.setattr("moelora.cli.verify._look_first", lambda shards, adapter: None)
+    monkeypatch.setattr("moelora.cli.verify._look_first", lambda *_: None)
     monkeypatch.setattr(FakeAdapter, "base", "org/base")
     return fake
 

@@ -183,6 +183,13 @@ def test_self_test_takes_the_place_of_verify(moelora, library) -> None:
     assert library.arguments("self_test")["seed"] == 3
 
 
+def test_several_sets_are_verified_together(moelora, library) -> None:
+    moelora("verify", "one", "two", "--seed", "3")
+    assert [name for name, _ in library.calls] == ["verify_several"]
+    assert library.arguments("verify_several")["shards"] == [Path("one"), Path("two")]
+    assert moelora("verify", "one", "two", "--self-test").code == 2
+
+
 def test_report_files_are_written_beside_the_report(moelora, library, tmp_path) -> None:
     junit, html = tmp_path / "junit.xml", tmp_path / "report.html"
     result = moelora("verify", "--junit-xml", str(junit), "--html", str(html), "--json")
