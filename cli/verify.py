@@ -19,7 +19,7 @@ from moelora.cli.options import (
     VerifyDtype,
     examples,
 )
-from moelora.cli.output import remove_file, reporting, tell_github, write_file
+from moelora.cli.output import remove_file, reporting, step_bar, tell_github, write_file
 from moelora.slicing.errors import UsageError
 
 EPILOG = examples(
@@ -183,24 +183,26 @@ def verify(
         run = library.verify if len(folders) == 1 else library.verify_several
         if self_test:
             run = library.self_test
-        report = run(
-            folders[0] if len(folders) == 1 else folders,
-            adapter=adapter,
-            base=base,
-            base_config=str(base_config) if base_config else None,
-            revision=revision,
-            device=device,
-            kernel=kernel,
-            dtype=dtype,
-            prompts=prompts,
-            tokens=tokens,
-            seed=seed,
-            random_base=random_base,
-            strict=strict,
-            rank_map=html is not None,
-            max_kl=max_kl,
-            floor_factor=floor_factor,
-        )
+        with step_bar() as progress:
+            report = run(
+                folders[0] if len(folders) == 1 else folders,
+                adapter=adapter,
+                base=base,
+                base_config=str(base_config) if base_config else None,
+                revision=revision,
+                device=device,
+                kernel=kernel,
+                dtype=dtype,
+                prompts=prompts,
+                tokens=tokens,
+                seed=seed,
+                random_base=random_base,
+                strict=strict,
+                rank_map=html is not None,
+                progress=progress,
+                max_kl=max_kl,
+                floor_factor=floor_factor,
+            )
         if junit_xml is not None:
             write_file(junit_xml, report.to_junit())
         if html is not None:

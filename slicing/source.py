@@ -92,6 +92,16 @@ def local_adapter(name_or_path: str) -> Path | None:
     return None
 
 
+def check_base_name(name_or_path: str) -> None:
+    """Refuse what neither is there nor can be a Hub id. Quick: nothing is fetched.
+
+    Raises:
+        InputError: neither.
+    """
+    if path_kind(local_path(name_or_path)) is None:
+        _require_hub_id(name_or_path, "base model")
+
+
 def fetch_base_config(name_or_path: str, revision: str | None = None) -> Path:
     """Return the local path of a base model's ``config.json``; from the Hub only that file.
 

@@ -200,7 +200,7 @@ def verify(shards, **_):
         print("cleaned up")
 sys.modules["moelora.validate"] = types.SimpleNamespace(verify=verify)
 import moelora.cli.verify
-moelora.cli.verify._look_first = lambda shards, adapter: None
+moelora.cli.verify._look_first = lambda *_: None
 from moelora.cli.main import main
 sys.argv[1:] = ["verify", sys.argv[1]]
 main()

@@ -86,7 +86,13 @@ def test_slips_of_the_keyboard(line, code, says, mine, cli) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["verify nowhere", "verify shards --adapter nowhere", "shard nowhere --tp 2"]
+    "line",
+    [
+        "verify nowhere",
+        "verify shards --adapter nowhere",
+        "verify shards --base nowhere",
+        "shard nowhere --tp 2",
+    ],
 )
 def test_a_mistyped_path_is_said_before_the_libraries_are_imported(line, mine) -> None:
     code = (

@@ -96,7 +96,7 @@ def verify(shards, **_):
         raise {error} from None
 sys.modules["moelora.validate"] = types.SimpleNamespace(verify=verify)
 import moelora.cli.verify
-moelora.cli.verify._look_first = lambda shards, adapter: None
+moelora.cli.verify._look_first = lambda *_: None
 from moelora.cli.main import main
 sys.argv[1:] = ["verify"]
 main()
