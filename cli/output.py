@@ -85,6 +85,26 @@ def progress_bar(total_bytes: int, label: str) -> Iterator[Callable[[int], None]
         yield lambda n: bar.update(n) and None
 
 
+@contextmanager
+def step_bar() -> Iterator[Callable[[str, int, int], None] | None]:
+    """Yield a callback that takes a step's name, how much of it is done and of how much; None
+    when no person watches stderr."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=1, file=sys.stderr, leave=False) as bar:
+
+        def show(step: str, done: int, total: int) -> None:
+            if bar.desc != f"{step}: " or bar.total != total:
+                bar.reset(total)
+                bar.set_description(step)
+            bar.update(done - bar.n)
+
+        yield show
+
+
 def write_file(path: Path, text: str) -> None:
     """Write a report file whole: a reader never sees half of one.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,9 @@ from moelora.validate.reference import Reference, make_reference
 from moelora.validate.report import VerifyReport
 from moelora.validate.sharded_model import ShardedModel
 
+# called with the step's name, how much of it is done, and of how much
+Progress = Callable[[str, int, int], None]
+
 
 @dataclass(frozen=True)
 class Options:
@@ -49,6 +52,7 @@ class Options:
     random_base: bool = False
     strict: bool = False
     rank_map: bool = False
+    progress: Progress | None = None
 
 
 @dataclass
@@ -69,10 +73,16 @@ class Bench:
     manifest_sha256: str
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def tell(self, step: str, done: int, total: int) -> None:
+        """Say how far a step is."""
+        if self.options.progress is not None:
+            self.options.progress(step, done, total)
+
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
         """Take the time of a step, the GPU's work included; lack of memory ends in exit code 4."""
         start = time.perf_counter()
+        self.tell(step, 0, 1)
         try:
             yield
             if self.device == "cuda":

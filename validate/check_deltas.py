@@ -7,6 +7,7 @@ exercised whatever a router would choose.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -137,12 +138,15 @@ def check_deltas(
     *,
     kernel: MoeLora,
     keep: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[ModuleResult]:
     """Add the checks of this lens to the report; return every module's result."""
-    results = [
-        run_module(drive, shards, tensors, deltas.joins, kernel, deltas.device, keep=keep)
-        for drive in deltas.drives
-    ]
+    results = []
+    for number, drive in enumerate(deltas.drives):
+        progress(number, len(deltas.drives))
+        results.append(
+            run_module(drive, shards, tensors, deltas.joins, kernel, deltas.device, keep=keep)
+        )
     huge = [result for result in results if _overflows(result)]
     findings = [finding for r in results if not _overflows(r) for finding in findings_of(r)]
     worst = max((result.worst for result in results), default=0.0)

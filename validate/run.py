@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moelora.slicing.errors import UsageError
-from moelora.validate.bench import Bench, Options, opened
+from moelora.validate.bench import Bench, Options, Progress, opened
 from moelora.validate.check_bytes import check_bytes
 from moelora.validate.check_damage import check_damage
 from moelora.validate.check_deltas import Deltas, add_rank_errors, check_deltas
@@ -35,6 +35,7 @@ def verify(
     random_base: bool = False,
     strict: bool = False,
     rank_map: bool = False,
+    progress: Progress | None = None,
     max_kl: float | None = None,
     floor_factor: float | None = None,
 ) -> VerifyReport:
@@ -47,6 +48,7 @@ def verify(
     random_base: use random base weights, made from the config alone.
     strict: signs that the adapter itself is damaged fail the check; else they are warnings.
     rank_map: work out every rank's own error for the HTML report, not only where it is wrong.
+    progress: called with a step's name, how much of it is done, and of how much.
     max_kl, floor_factor: limits of the logits check, see ``check_logits.Limits``.
 
     Raises:
@@ -55,7 +57,7 @@ def verify(
     """
     options = Options(
         adapter, base, base_config, revision, device, kernel, dtype, prompts, tokens, seed,
-        random_base, strict, rank_map,
+        random_base, strict, rank_map, progress,
     )  # fmt: skip
     limits = make_limits(max_kl, floor_factor)
     with opened(shards, options) as bench:
@@ -106,6 +108,7 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
         results = check_deltas(
             report, bench.shards, deltas, bench.tensors,
             kernel=bench.kernel, keep=bench.options.rank_map,
+            progress=lambda done, total: bench.tell("deltas", done, total),
         )  # fmt: skip
         off = [result for result in results if bench.options.rank_map or result.wrong]
         add_rank_errors(off, bench.joins)

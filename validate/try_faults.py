@@ -126,14 +126,12 @@ def self_test(
     *,
     max_kl: float | None = None,
     floor_factor: float | None = None,
-    progress: Callable[[str], None] | None = None,
     on_verified: Callable[[VerifyReport], None] | None = None,
     **options: Any,
 ) -> SelfTestReport:
     """Verify a shard set, then put each fault into it in memory; nothing on disk is changed.
 
-    options: as of ``verify``. progress: called with each fault's name before it is tried.
-    on_verified: called with the report on the set itself, before the first fault.
+    options: as of ``verify``. on_verified: called with the report on the set itself, before the first fault.
     """
     limits = make_limits(max_kl, floor_factor)
     with opened(shards, Options(**options)) as bench:
@@ -148,9 +146,8 @@ def self_test(
             return report
         before = sum(bench.seconds.values())
         with bench.timed("self-test"):
-            for fault in FAULTS:
-                if progress is not None:
-                    progress(fault.name)
+            for number, fault in enumerate(FAULTS):
+                bench.tell(f"self-test: {fault.name}", number, len(FAULTS))
                 report.rows.append(_try(fault, bench, run, limits))
         report.seconds = sum(bench.seconds.values()) - before
     return report

@@ -15,13 +15,18 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "validate"))
 
-from shard_sets import MAKERS, Workshop
+from shard_sets import Workshop
 
+from moelora.slicing.errors import InputError
 from moelora.validate import verify
 from moelora.validate.check_deltas import LIMIT
-from moelora.validate.tiny_models import tiny_base
+from moelora.validate.tiny_models import tiny_base, tiny_full_adapter, tiny_per_expert_adapter
 
-FAMILIES = ("qwen3_moe", "mixtral", "qwen3_next")
+FAMILIES = (
+    "qwen3_moe", "mixtral", "qwen3_next", "deepseek_v3", "gpt_oss", "nemotron_h", "llama4_text",
+    "dbrx", "jamba", "glm4_moe",
+)  # fmt: skip
+OLD = ("qwen3_moe", "mixtral", "qwen3_next")  # those with a per-expert writer take turns
 LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2))
 DTYPES = ("float32", "bfloat16")
 
@@ -34,24 +39,32 @@ def main() -> None:
     turns = (
         (seed, *turn)
         for seed in itertools.count()
-        for turn in itertools.product(LAYOUTS, DTYPES, MAKERS, FAMILIES)
+        for turn in itertools.product(LAYOUTS, DTYPES, FAMILIES)
     )
     outcomes: dict[str, int] = {}
     nearest: dict[tuple[str, str], tuple[float, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for seed, (tp, ep), dtype, fmt, family in itertools.islice(turns, options.sets):
+        for seed, (tp, ep), dtype, family in itertools.islice(turns, options.sets):
             workshop = Workshop(Path(folder))
-            name = f"{family}-{fmt}-seed{seed}"
+            name = f"{family}-seed{seed}"
             base, adapter = Path(folder) / f"base-{family}-{seed}", Path(folder) / name
+            make = (
+                tiny_full_adapter if seed % 2 == 0 or family not in OLD else tiny_per_expert_adapter
+            )
             if not base.exists():
                 tiny_base(family, base, seed=seed)
             if not adapter.exists():
-                MAKERS[fmt](base, adapter, seed=seed + 1)
+                make(base, adapter, seed=seed + 1)
             order = ("ep_major", "tp_major")[seed % 2]
             shards = workshop.folder / f"{workshop.folder.name}-{name}-tp{tp}-ep{ep}-{order}-keep"
             workshop.made.update({shards.name: shards} if shards.exists() else {})
+            try:
+                shards = workshop.shards(adapter, tp, ep, order)
+            except InputError:  # heads or experts that do not divide over so many ranks
+                outcomes["does not divide"] = outcomes.get("does not divide", 0) + 1
+                continue
             report = verify(
-                workshop.shards(adapter, tp, ep, order), adapter=str(adapter), dtype=dtype,
+                shards, adapter=str(adapter), dtype=dtype,
                 device="cpu", seed=seed, tokens=options.tokens,
             )  # fmt: skip
             outcomes[report.verdict] = outcomes.get(report.verdict, 0) + 1
@@ -63,7 +76,7 @@ def main() -> None:
     print(outcomes)
     for (lens, dtype), (share, where) in sorted(nearest.items()):
         print(f"{lens:7s} {dtype:9s} nearest to its limit: {share:.3f} of it ({where})")
-    sys.exit(set(outcomes) != {"pass"})
+    sys.exit(not outcomes.get("pass") or not set(outcomes) <= {"pass", "does not divide"})
 
 
 def shares(body: dict) -> dict[str, float]:

@@ -65,8 +65,9 @@ def _show(report: VerifyReport) -> None:
     print(report.to_text(), flush=True)
 
 
-def _say(name: str) -> None:
-    print(f"  {time.strftime('%H:%M:%S')} {name}", file=sys.stderr, flush=True)
+def _say(step: str, done: int, total: int) -> None:
+    if done == 0 or "self-test" in step:
+        print(f"  {time.strftime('%H:%M:%S')} {step}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

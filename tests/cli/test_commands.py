@@ -172,6 +172,7 @@ def test_verify_passes_every_option(moelora, library, tmp_path) -> None:
         "random_base": True,
         "strict": False,
         "rank_map": False,
+        "progress": None,
         "max_kl": 0.01,
         "floor_factor": 4.0,
     }
