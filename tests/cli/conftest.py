@@ -188,6 +188,8 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     """Replace every library module that a command imports; returns the record of the calls."""
+    import moelora.slicing.families.support  # noqa: F401 (before what it imports is replaced)
+
     fake = FakeLibrary()
     modules = {
         "moelora.slicing.adapter": {"Adapter": SimpleNamespace(open=fake.open)},
