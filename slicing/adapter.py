@@ -143,7 +143,7 @@ class Adapter:
         info = self.tensors[key]
         file = self._files[info.file]
         values = torch.empty(info.size, dtype=torch.uint8)
-        file.read_tensor(info, 0, memoryview(values.numpy()))
+        file.read_tensor(info, 0, values.numpy().data)
         return values.view(torch_dtypes()[info.dtype]).reshape(info.shape)
 
     def read_into(self, info: TensorInfo, begin: int, buffer: memoryview) -> None:

@@ -278,7 +278,7 @@ def _slice(one: range) -> slice:
 
 
 def _memory(bits: Bits) -> memoryview:
-    return memoryview(bits.reshape(-1).view(np.uint8))
+    return bits.reshape(-1).view(np.uint8).data
 
 
 def _converted(bits: Bits, source: str, target: str) -> Bits:

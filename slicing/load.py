@@ -92,7 +92,7 @@ def _fill(file: TensorFile, data: torch.Tensor) -> None:
 
 
 def _to_memory(file: TensorFile, data: torch.Tensor, starts: range) -> None:
-    memory = memoryview(data.numpy())
+    memory = data.numpy().data
     for start in starts:
         file.read_into(memory[start : start + WINDOW_BYTES], file.data_start + start)
 
@@ -112,7 +112,7 @@ def _to_gpu(file: TensorFile, data: torch.Tensor, starts: range) -> None:
             window, event = windows[number % 2], sent[number % 2]
             event.synchronize()  # the window's last copy has left
             size = min(WINDOW_BYTES, len(data) - start)
-            file.read_into(memoryview(window.numpy())[:size], file.data_start + start)
+            file.read_into(window.numpy().data[:size], file.data_start + start)
             data[start : start + size].copy_(window[:size], non_blocking=True)
             event.record(stream)
     stream.synchronize()

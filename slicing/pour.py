@@ -266,7 +266,7 @@ def _pour_share(plan: ShardPlan, folder: Path, ranks: list[int], shared: _Shared
                 continue
             for rank, part in cut.parts.items():
                 if part.size:
-                    writers[rank].put(memoryview(part.reshape(-1).view(np.uint8)))
+                    writers[rank].put(part.reshape(-1).view(np.uint8).data)
             shared.tell(sum(part.nbytes for part in cut.parts.values()))
         if not (result.bad or result.lost):
             result.files = {rank: writer.finish() for rank, writer in writers.items()}

@@ -40,7 +40,7 @@ class BinFile(TensorFile):
         import torch
 
         flat = self._values[info.key].contiguous().reshape(-1).view(torch.uint8)
-        buffer[:] = memoryview(flat.numpy())[begin : begin + len(buffer)]
+        buffer[:] = flat.numpy().data[begin : begin + len(buffer)]
 
 
 def open_weights(folder: Path) -> list[TensorFile]:
