@@ -23,6 +23,10 @@ PLACEMENTS = {
         {"*": [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 3, 10, 11, 12, 13, 14, 15]]},
         ParallelLayout(4, 2),
     ),
+    "four copies of experts 0 to 3": (
+        {"*": [[0, 1, 2, 3, *rest] for rest in ([4, 5, 6], [7, 8, 9], [10, 11, 12], [13, 14, 15])]},
+        ParallelLayout(8, 4),
+    ),
     "experts over two data-parallel groups": ("linear", ParallelLayout(4, 2, 2)),
     "copies in both groups": (
         {"*": [list(range(16)), list(range(16))]},
