@@ -34,6 +34,7 @@ def load_weights(
             with torch.device(device):
                 model = cls._from_config(base.config, dtype=dtype)
             return model.to(dtype).eval()
+        _refuse_quantised(base)
         folder = fetch_base_weights(base.name_or_path, base.revision)
         model, info = cls.from_pretrained(
             folder, config=base.config, dtype=dtype, output_loading_info=True
@@ -55,6 +56,20 @@ def load_weights(
         ) from error
     _refuse_gaps(info, folder)
     return model.to(device).eval()
+
+
+def _refuse_quantised(base: BaseModel) -> None:
+    """PEFT and the ranks would each dequantise in their own way: nothing could be compared."""
+    stated = getattr(base.config, "quantization_config", None)
+    if not stated:
+        return
+    fields = stated if isinstance(stated, dict) else vars(stated)
+    method = fields.get("quant_method", "unknown method")
+    raise InputError(
+        f"{base.name_or_path}: its weights are quantised ({getattr(method, 'value', method)})",
+        hint="--base names the model with plain weights, --random-base takes random ones of the "
+        "same shape",
+    )
 
 
 def _refuse_gaps(info: dict[str, Any], folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from real_shapes import base_config, qwen3_moe_adapter
 from shard_sets import Workshop, copy_of, edit_rank, failed, patch_hashes, verify
 
-from moelora.validate import self_test
+from moelora.validate import self_test, verify_several
 
 CONFIG = Path(__file__).resolve().parent / "data" / "qwen3-30b-a3b.json"
 LAYERS = 4
@@ -69,6 +69,13 @@ def test_every_fault_is_caught_at_the_real_shape(
     away = {row.name for row in report.rows if row.not_here}
     assert away == {"A and B transposed"}  # nothing in this model is square
     assert all(row.caught["deltas"] == "caught" for row in report.rows if not row.not_here)
+
+
+def test_several_adapters_share_a_batch_on_the_gpu(workshop: Workshop) -> None:
+    made = [workshop.adapter("qwen3_moe"), workshop.adapter("qwen3_moe", "per_expert", r=3)]
+    sets = [workshop.shards(adapter) for adapter in made]
+    report = verify_several(sets, device="cuda", dtype="float32")
+    assert report.exit_code == 0, report.to_text()
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])

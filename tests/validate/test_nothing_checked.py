@@ -109,6 +109,22 @@ def test_missing_base_weights_are_refused_with_the_way_out(
     assert report.setting["base weights"].startswith("random")
 
 
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "bitsandbytes"])
+def test_a_quantised_base_is_refused_with_the_way_out(
+    workshop: Workshop, tmp_path: Path, method: str
+) -> None:
+    adapter = workshop.adapter("qwen3_moe")
+    base = copy_of(workshop.base("qwen3_moe"), tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=f"quantised \\({method}\\)") as caught:
+        verify(workshop.shards(adapter), adapter, base=str(base))
+    assert "--random-base" in caught.value.hint
+    report = verify(workshop.shards(adapter), adapter, base=str(base), random_base=True)
+    assert list(failed(report)) == ["bytes/manifest"]  # another config.json: nothing else
+
+
 def test_a_base_with_one_weight_missing_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     """transformers would fill it with random values and only warn."""
     adapter = workshop.adapter("qwen3_moe")
