@@ -62,7 +62,7 @@ def write_parts(
         OutputError: not a folder of such runs, a rank is there already, or not writable.
         InputError: the ranks that are there are of another plan or adapter.
     """
-    out_dir = Path(os.path.abspath(out_dir))
+    typed, out_dir = out_dir, Path(os.path.abspath(out_dir))
     found: list[str] = []
     try:
         check_space(out_dir, plan.total_bytes(ranks))
@@ -85,7 +85,7 @@ def write_parts(
             sync_folder(out_dir)
     except OSError as error:
         raise output_error(out_dir, error) from error
-    return WriteReport(out_dir, entries, [*plan.warnings, *found], partial=True)
+    return WriteReport(typed, entries, [*plan.warnings, *found], partial=True)
 
 
 def _check_shared(out_dir: Path, plan: ShardPlan, ranks: list[int], force: bool) -> None:

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from moelora.slicing.errors import Fault
 from moelora.slicing.gather import (
     Bits,
     FactorReader,
@@ -155,9 +154,19 @@ def _batches(
         yield (wanted or [])[first : first + count]
 
 
-def cut_chunk(plan: ShardPlan, chunk: Chunk) -> Cut:
-    """Read a chunk, check and cast it, and cut each rank's part out of it."""
-    bits = chunk.reader.gather(chunk.need)
+def cut_chunk(plan: ShardPlan, chunk: Chunk) -> Iterator[Cut]:
+    """Read a chunk, check and cast it, and cut each rank's part out of it, a little at a time."""
+    bits, experts = chunk.reader.gather(chunk.need), chunk.need.experts
+    if experts is None:
+        yield _cut(plan, chunk, bits, None)
+        return
+    # What was read at once may be larger than the cache; hashing and writing it is not.
+    count = max(1, CHUNK_BYTES // max(1, bits.nbytes // max(1, len(experts))))
+    for first in range(0, len(experts), count):
+        yield _cut(plan, chunk, bits[first : first + count], experts[first : first + count])
+
+
+def _cut(plan: ShardPlan, chunk: Chunk, bits: Bits, experts: list[int] | None) -> Cut:
     finite = all_finite(bits, chunk.factor.dtype)
     lost = False
     if plan.dtype != "keep" and plan.out_dtype(chunk.factor) != chunk.factor.dtype:
@@ -165,7 +174,7 @@ def cut_chunk(plan: ShardPlan, chunk: Chunk) -> Cut:
     parts: dict[int, Bits] = {}
     same: dict[str, Bits] = {}  # ranks that hold the same share one copy
     for rank, one in chunk.slices.items():
-        rows = _rows(chunk.need.experts, one.expert_ids)
+        rows = _rows(experts, one.expert_ids)
         ident = f"{rows} {one.ranges if one.dim is not None else None}"
         if ident not in same:
             same[ident] = _take(bits, one, rows)
@@ -254,14 +263,13 @@ def _pour_share(plan: ShardPlan, folder: Path, ranks: list[int], shared: _Shared
             path = folder / rank_file(rank, plan.layout.tp_size)
             writers[rank] = RankWriter(plan, rank, path)
             stack.callback(writers[rank].close)
-        for chunk in chunks_of(plan, ranks):
+        for cut in (cut for chunk in chunks_of(plan, ranks) for cut in cut_chunk(plan, chunk)):
             if shared.stop.is_set():
                 return result
-            cut = cut_chunk(plan, chunk)
             if not cut.finite:
-                result.bad.add(chunk.name)
+                result.bad.add(cut.chunk.name)
             if cut.lost:
-                result.lost.add(chunk.name)
+                result.lost.add(cut.chunk.name)
             if result.bad or result.lost:
                 continue
             for rank, part in cut.parts.items():
@@ -271,27 +279,3 @@ def _pour_share(plan: ShardPlan, folder: Path, ranks: list[int], shared: _Shared
         if not (result.bad or result.lost):
             result.files = {rank: writer.finish() for rank, writer in writers.items()}
     return result
-
-
-def too_large(plan: ShardPlan, name: str, factor: Factor) -> Fault:
-    """Return the fault that a cast would turn values of a factor into Inf: how many."""
-    import torch
-
-    values = factor.assemble(plan.adapter.read)
-    cast = values.to(torch_dtypes()[plan.out_dtype(factor)])
-    lost = int((torch.isfinite(values) & ~torch.isfinite(cast)).sum())
-    message = f"{lost} values are too large for --dtype {plan.dtype}; use bfloat16 or keep"
-    return Fault("overflow", name, message)
-
-
-def not_finite(plan: ShardPlan, factor: Factor) -> list[Fault]:
-    """Return a fault for each source tensor of a factor that holds NaN or Inf."""
-    import torch
-
-    faults = []
-    for key in dict.fromkeys(factor.source_keys()):
-        bad = int((~torch.isfinite(plan.adapter.read(key))).sum())
-        if bad:
-            file = plan.adapter.tensors[key].file
-            faults.append(Fault("not_finite", key, f"{bad} values are NaN or Inf (in {file})"))
-    return faults

@@ -16,7 +16,8 @@ from moelora.slicing.manifest import MANIFEST_NAME, plan_body
 from moelora.slicing.output_folder import check_space, whole_folder, write_synced
 from moelora.slicing.plan import ShardPlan
 from moelora.slicing.plan_text import human_bytes
-from moelora.slicing.pour import Progress, Written, not_finite, pour, too_large
+from moelora.slicing.pour import Progress, Written, pour
+from moelora.slicing.value_faults import not_finite, too_large
 
 
 @dataclass(frozen=True)
