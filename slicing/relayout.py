@@ -41,6 +41,12 @@ OLD_NAMES = (
 )
 
 
+PARAMETERS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+# Llama-4 stores (experts, in, out) without saying so, and PEFT since 0.19.1 takes that for (experts,
+# out, in): its lora_A stands on the output side.
+SWAPPED = ("llama4", "llama4_text")
+
+
 def relayout(
     shards: ShardSet,
     full: Tensors,
@@ -60,6 +66,7 @@ def relayout(
     tensors = {key: value for key, value in source.items() if key not in replaced}
     prefix = "base_model.model."
     model_type = shards.body["base_model"]["model_type"]
+    _refuse_other_containers(experts, target_layout)
     for entry in experts:
         a, b = (full[tensor_names(entry)[letter]] for letter in "AB")
         a, b = (t.expand(entry["num_experts"], -1, -1) for t in (a, b))
@@ -72,7 +79,7 @@ def relayout(
         if target_layout == "per_expert":
             tensors |= per_expert(prefix, entry, a, b, model_type)
         else:
-            tensors |= flat(prefix, entry, experts, a, b)
+            tensors |= flat(prefix, entry, experts, a, b, model_type)
     return {key: value.contiguous() for key, value in tensors.items()}, _config(
         config, shards.body["modules"], target_layout, model_type
     )
@@ -107,8 +114,24 @@ def per_expert_path(model_type: str, path: str) -> str:
     return path
 
 
+def _refuse_other_containers(experts: list[Config], target_layout: str) -> None:
+    """DBRX and JetMoe keep their experts in ways that only their own layout can name."""
+    for entry in experts:
+        container, _, leaf = entry["path"].rpartition(".")
+        if not container.endswith("experts") or leaf not in PARAMETERS:
+            raise InputError(
+                f"{entry['path']}: experts kept like this cannot be written as {target_layout}",
+                hint="use --target-layout source",
+            )
+
+
 def flat(
-    prefix: str, entry: Config, experts: list[Config], a: torch.Tensor, b: torch.Tensor
+    prefix: str,
+    entry: Config,
+    experts: list[Config],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    model_type: str,
 ) -> Tensors:
     """Return a packed module as PEFT's two flat tensors, nested as PEFT nests them."""
     container = entry["path"].rpartition(".")[0]
@@ -118,6 +141,8 @@ def flat(
     path = prefix + container + ".base_layer" * depth
     if entry.get("a_slices", 1) == 2:
         b = block_diagonal(b, interleaved=_interleaved(entry))
+    if model_type in SWAPPED:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
     return {
         f"{path}.lora_A.weight": a.reshape(-1, a.shape[-1]).clone(),
         f"{path}.lora_B.weight": b.permute(1, 2, 0).reshape(b.shape[1], -1).clone(),
@@ -153,6 +178,11 @@ def _config(config: Config, modules: list[Config], target_layout: str, model_typ
     else:
         leaves = sorted({e["path"].rpartition(".")[2] for e in experts})
         config["target_parameters"] = [f"experts.{leaf}" for leaf in leaves]
+        # what is written is what PEFT since 0.19.1 writes, whoever wrote the source
+        if "lora_B_layout" in config:
+            config["lora_B_layout"] = "rank_major"
+        if "peft_version" in config:
+            config["peft_version"] = None
         if isinstance(targets, list):
             # names that only experts had would make PEFT convert, and double, what is converted
             used = {m["path"].rpartition(".")[2] for m in modules if m not in experts}
