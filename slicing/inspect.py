@@ -102,7 +102,8 @@ class InspectReport:
         if self.skipped:
             lines.append("skipped:")
         for skip in self.skipped:
-            lines.append(f"  {skip['what']}: {skip['reason']}, layers {shorten(skip['layers'])}")
+            where = f", layers {shorten(skip['layers'])}" if skip["layers"] else ""
+            lines.append(f"  {skip['what']}: {skip['reason']}{where}")
         if self.base is None:
             lines.append("not checked against a base model: name it with --base")
         lines.append(f"faults: {len(self.faults) or 'none found'}")
@@ -146,7 +147,8 @@ def inspect_adapter(
     skips = [*reading.skips, *absent_layers(base, planned, reading.skips)]
     layers: dict[tuple[str, str], set[int]] = {}
     for skip in skips:
-        layers.setdefault((skip.what, skip.reason), set()).add(skip.layer or 0)
+        found = layers.setdefault((skip.what, skip.reason), set())
+        found |= set() if skip.layer is None else {skip.layer}
     report.skipped = [
         {"what": what, "layers": sorted(found), "reason": reason}
         for (what, reason), found in sorted(layers.items())

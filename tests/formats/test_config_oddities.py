@@ -11,6 +11,7 @@ from one_delta import H, R, Tensors, pair, read, shard, write_adapter, write_bas
 from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import load_base_model
 from moelora.slicing.errors import FaultsError
+from moelora.slicing.inspect import inspect_adapter
 from moelora.slicing.layout import ParallelLayout, vocabulary_range
 from moelora.slicing.options import PlanOptions
 from moelora.slicing.plan import ShardPlan, plan_shards
@@ -125,6 +126,17 @@ def test_vocabulary(tmp_path: Path) -> None:
 )
 def test_vocabulary_ranges(vocab: int, tp: int, wanted: list[tuple[int, int]]) -> None:
     assert [vocabulary_range(vocab, tp, rank) for rank in range(tp)] == wanted
+
+
+def test_inspect_names_what_is_outside_the_layers(tmp_path: Path) -> None:
+    base = load_base_model(write_base(tmp_path / "base", "qwen3_moe"))
+    options = PlanOptions(ignore=("lm_head",))
+    with Adapter.open(
+        write_adapter(tmp_path / "adapter", Q | linear("lm_head", 100, H))
+    ) as adapter:
+        report = inspect_adapter(adapter, base, options)
+    assert {"what": "lm_head", "layers": [], "reason": "ignored_by_flag"} in report.skipped
+    assert "  lm_head: ignored_by_flag\n" in report.to_text()
 
 
 def test_lm_head_in_the_files(tmp_path: Path) -> None:
