@@ -1,6 +1,6 @@
 """Where a key points inside an experts module, in every spelling that adapters have.
 
-Sources: facts per format in the modules beside this one. Global expert ids everywhere.
+The formats themselves are in the modules beside this one. Expert ids are global everywhere.
 """
 
 from __future__ import annotations
