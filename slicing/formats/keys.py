@@ -1,4 +1,4 @@
-"""Tensor keys of an adapter's file, taken apart. Source: PEFT's save format (utils/save_and_load.py)."""
+"""Tensor keys of an adapter's file, taken apart. Source: PEFT's utils/save_and_load.py."""
 
 from __future__ import annotations
 
