@@ -9,6 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if Path(p or os.getcwd()).resolve() != ROOT]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tiny models: with more threads than cores torch waits for itself, here and in subprocesses.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
