@@ -1,7 +1,7 @@
 """The header of a safetensors file, read once and checked before any value is.
 
 The safetensors library maps the whole file and hides the offsets, which windowed reads need.
-What it checks is checked here too, and its limits hold: https://huggingface.co/docs/safetensors
+What it checks is checked here too, and its limits hold (safetensors documentation, section Format)
 """
 
 from __future__ import annotations
