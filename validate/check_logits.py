@@ -75,7 +75,8 @@ def check_logits(
 ) -> None:
     """Add the checks of this lens to the report."""
     limits = limits or Limits()
-    _describe_peft(report, reference.peft)
+    skipped = any(skip.keys for skip in sharded.plan.skips)
+    _describe_peft(report, reference.peft, skipped)
     if reference.idle:
         report.notes.append(
             f"the model never calls {_some(reference.idle)}: only the deltas lens compares them"
@@ -108,7 +109,8 @@ def _judge_cast(report: VerifyReport, reference: Reference, limits: Limits) -> N
     report.add("logits", "cast", findings, detail, cast_against_uncast=lost.to_json())
 
 
-def _describe_peft(report: VerifyReport, peft: PeftReference) -> None:
+def _describe_peft(report: VerifyReport, peft: PeftReference, skipped: bool) -> None:
+    """Say what PEFT made of the adapter. skipped: tensors that no module of the base takes."""
     if peft.error:
         report.notes.append(
             f"PEFT cannot load this adapter ({peft.error}); the shards are judged by the deltas "
@@ -124,7 +126,7 @@ def _describe_peft(report: VerifyReport, peft: PeftReference) -> None:
                 f"PEFT {what} {len(paths)} modules that the file holds ({shown}); the shards are "
                 "judged by the deltas merged from the file's own tensors"
             )
-    report.setting["PEFT consumed every tensor"] = "yes" if peft.agrees else "no"
+    report.setting["PEFT consumed every tensor"] = "yes" if peft.agrees and not skipped else "no"
 
 
 def verdict_of(

@@ -134,3 +134,19 @@ def test_a_stray_rank_file_is_named(workshop: Workshop, tmp_path: Path) -> None:
     stray = shards / "adapter_model-rank-00004-of-00004.safetensors"
     stray.write_bytes((shards / "adapter_model-rank-00003-of-00004.safetensors").read_bytes())
     assert stray.name in str(failed(verify(shards, adapter))["bytes/hashes"])
+
+
+def test_a_tensor_that_no_shard_holds_is_said(workshop: Workshop, tmp_path: Path) -> None:
+    """Layer 0 of the hybrid has no self_attn: such tensors are skipped, and the report says so."""
+    from safetensors.torch import load_file, save_file
+
+    adapter = copy_of(workshop.adapter("qwen3_next"), tmp_path / "adapter")
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for key in [key for key in tensors if "layers.3.self_attn.q_proj" in key]:
+        tensors[key.replace("layers.3.", "layers.0.")] = tensors[key].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    report = verify(workshop.shards(adapter), adapter)
+    assert report.exit_code == 0
+    assert any("2 tensors of the adapter are in no shard" in note for note in report.notes)
+    assert report.setting["PEFT consumed every tensor"] == "no"
