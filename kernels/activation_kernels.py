@@ -16,7 +16,6 @@ from moelora.kernels.grouped import (
 )
 from moelora.kernels.routing_kernels import load_virtual_ids
 
-SILU = tl.constexpr("silu")
 RELU2 = tl.constexpr("relu2")
 CLAMPED = tl.constexpr("gpt_oss")
 

@@ -142,15 +142,6 @@ class FileWitness:
                 total[expert, rows] += b.to(device) @ a.to(device) * scaling
         return total
 
-    def stored_delta(self, module: BaseModule, device: str = "cpu") -> torch.Tensor | None:
-        """Return the merged delta in the orientation in which the base stores the weight."""
-        delta = self.delta_weight(module, device)
-        if delta is None or module.kind != "expert":
-            return delta
-        if module.transposed:
-            delta = delta.transpose(1, 2)
-        return delta.reshape(-1, delta.shape[-1]) if module.flat else delta
-
 
 def own_path(key: str) -> str:
     """Return the module path of a key as the file spells it: patterns were written for that."""
