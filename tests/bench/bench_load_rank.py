@@ -1,11 +1,16 @@
 """How fast a rank's LoRA tensors come to its device: load_rank, against what engines do.
 
-    python tests/bench/bench_load_rank.py --work FOLDER [--gb 4] [--device cuda] [-o FILE]
+    python tests/bench/bench_load_rank.py --work FOLDER [--gb 2] [--runs 3] [--ranks 1 8]
 
-(i) engine: every rank reads the full adapter with safetensors and slices it.
-(ii) raw: the rank file's bytes by read() into page-locked memory and on to the device, no tensors.
-Each with a warm page cache and, where the kernel lets us drop the file from it, a cold one.
-Medians of 5, interleaved. With --ranks 8 processes load at the same time, as on a node.
+Ranks are processes that stay: each is started once, with its imports done and its device touched.
+Before each measurement they give their memory back, device and page-locked, so that every load
+pays for its own as the first load of a process does. "next" keeps the page-locked windows of the
+load before, as a server does that loads one adapter after another.
+
+full adapter, then sliced: what engines do. The plan is made before the clock starts.
+raw, read and copy: the rank file's bytes by read() into page-locked memory, and on.
+raw, bus alone: as many bytes that are in page-locked memory already.
+With several ranks all load at once, and the slowest counts. Medians, ways in turn.
 """
 
 from __future__ import annotations
@@ -13,87 +18,62 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from bench_adapters import SHAPES, layers_for, make_adapter
+from load_ways import BUS, LOAD, NOT_COLD, READ, TP, WAYS
 
 
-def _sync(device: str) -> None:
-    import torch
+class Ranks:
+    """The processes, one per rank."""
 
-    if device != "cpu":
-        torch.cuda.synchronize()
+    def __init__(self, shards: Path, count: int, device: str) -> None:
+        words = [sys.executable, str(HERE / "load_ways.py"), str(shards), device]
+        self._all: list[Any] = [
+            subprocess.Popen(
+                [*words, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for rank in range(count)
+        ]
 
+    def _say(self, line: str, count: int) -> None:
+        for one in self._all[:count]:
+            one.stdin.write(line + "\n")
+            one.stdin.flush()
 
-def by_load_rank(shards: Path, rank: int, device: str) -> int:
-    from moelora.slicing.read import load_rank
+    def wait(self, count: int) -> None:
+        for one in self._all[:count]:
+            if one.stdout.readline() != "ready\n":
+                raise SystemExit("a rank's process has failed; it says above why")
 
-    return sum(t.nbytes for t in load_rank(shards, rank, device).values())
+    def check(self) -> None:
+        self._say("check", 1)
+        self.wait(1)
 
+    def load(self, way: str, count: int) -> dict[str, float]:
+        """Load ``count`` ranks at once; return the slowest one's seconds and the sum of bytes."""
+        self._say(way, count)
+        self.wait(count)
+        self._say("", count)
+        found = [json.loads(one.stdout.readline()) for one in self._all[:count]]
+        return {
+            "seconds": max(f["seconds"] for f in found),
+            "bytes": sum(f["bytes"] for f in found),
+        }
 
-def by_safetensors(shards: Path, rank: int, device: str) -> int:
-    from safetensors.torch import load_file
-
-    (path,) = shards.glob(f"*-rank-{rank:05d}-of-*.safetensors")
-    return sum(t.nbytes for t in load_file(path, device=device).values())
-
-
-def by_full_adapter(shards: Path, rank: int, device: str) -> int:
-    """Read all of the adapter, keep this rank's slices: (experts, rows or columns) by the plan."""
-    import torch
-    from safetensors.torch import load_file
-
-    from moelora.slicing.adapter import Adapter
-    from moelora.slicing.base_model import load_base_model
-    from moelora.slicing.layout import ParallelLayout
-    from moelora.slicing.plan import plan_shards
-    from moelora.slicing.roles import take
-
-    body = json.loads((shards / "moelora.json").read_text())
-    source = Path(body["adapter"]["name_or_path"])
-    full = load_file(source / "adapter_model.safetensors")
-    parallel = body["parallel"]
-    layout = ParallelLayout(parallel["tp_size"], parallel["moe_ep_size"])
-    kept: dict[str, torch.Tensor] = {}
-    with Adapter.open(str(source)) as adapter:
-        plan = plan_shards(adapter, load_base_model(adapter.base_name or ""), layout)
-        for name, planned, letter, factor in plan.factors():
-            one = planned.slice_of(letter, layout, layout.coords(rank))
-            whole = factor.assemble(full.__getitem__)
-            kept[name] = take(whole, one.dim, one.ranges, one.expert_ids).to(device)
-    return sum(t.nbytes for t in kept.values())
-
-
-def by_raw(shards: Path, rank: int, device: str) -> int:
-    """Move the file's bytes and nothing else."""
-    import torch
-
-    (path,) = shards.glob(f"*-rank-{rank:05d}-of-*.safetensors")
-    size = path.stat().st_size
-    data = torch.empty(size, dtype=torch.uint8, device=device)
-    window = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=device != "cpu")
-    memory = memoryview(window.numpy())
-    with path.open("rb", buffering=0) as file:
-        at = 0
-        while at < size:
-            count = file.readinto(memory) or 0
-            data[at : at + count].copy_(window[:count])
-            at += count
-    return size
-
-
-WAYS: dict[str, Callable[[Path, int, str], int]] = {
-    "load_rank": by_load_rank,
-    "safetensors, rank file": by_safetensors,
-    "full adapter, then sliced": by_full_adapter,
-    "raw bytes": by_raw,
-}
+    def end(self) -> None:
+        for one in self._all:
+            one.stdin.close()
+            one.wait()
 
 
 def forget(folder: Path) -> None:
@@ -106,89 +86,90 @@ def forget(folder: Path) -> None:
             os.close(handle)
 
 
-def child(shards: Path, rank: int, device: str, way: str) -> None:
-    """Wait for a line, load once, print the seconds and bytes: imports and CUDA's start are out."""
-    import torch
+def make(shape_name: str, gb: float, ep: int, source: Path, shards: Path) -> None:
+    """Write the adapter and its shards, unflushed: how fast a disk flushes is not measured here."""
+    from moelora.slicing.adapter import Adapter
+    from moelora.slicing.base_model import load_base_model
+    from moelora.slicing.layout import ParallelLayout
+    from moelora.slicing.plan import plan_shards
+    from moelora.slicing.write import write_shards
 
-    torch.empty(1, device=device)
-    if way == "full adapter, then sliced":
-        import transformers.models.auto.modeling_auto  # noqa: F401
-    _sync(device)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    start = time.perf_counter()
-    size = WAYS[way](shards, rank, device)
-    _sync(device)
-    print(json.dumps({"seconds": time.perf_counter() - start, "bytes": size}), flush=True)
+    shape, flush = SHAPES[shape_name], os.fsync
+    make_adapter(shape, source, layers_for(shape, int(gb * 1e9)))
+    say("adapter written")
+    os.fsync = lambda handle: None  # type: ignore[assignment]
+    with Adapter.open(str(source)) as adapter:
+        base = load_base_model(adapter.base_name or "")
+        write_shards(plan_shards(adapter, base, ParallelLayout(TP, ep)), shards)
+    os.fsync = flush
+    say("shards written")
 
 
-def timed(shards: Path, ranks: int, device: str, way: str) -> dict[str, float]:
-    """Load ``ranks`` ranks at once, each in a process; return the slowest one's time."""
-    words = [sys.executable, __file__, "--child", str(shards), device, way]
-    run: list[Any] = [
-        subprocess.Popen(
-            [*words, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+STARTED = time.perf_counter()
+
+
+def say(text: str) -> None:
+    print(f"{time.perf_counter() - STARTED:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+def measure(all_ranks: Ranks, folders: list[Path], count: int, cold: bool, runs: int) -> list[str]:
+    """Return the table's lines of one number of ranks."""
+    ways = [way for way in WAYS if not (cold and way in NOT_COLD)]
+    rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for run in range(runs):
+        for way, found in rows.items():
+            for folder in folders if cold else []:
+                forget(folder)
+            found.append(all_ranks.load(way, count))
+        say(f"{count} ranks, {'cold' if cold else 'warm'}, run {run + 1} of {runs}")
+    medians = {way: statistics.median(row["seconds"] for row in rows[way]) for way in ways}
+    lines = []
+    for way, seconds in medians.items():
+        size, low = rows[way][0]["bytes"], min(row["seconds"] for row in rows[way])
+        lines.append(
+            f"| {count} | {'cold' if cold else 'warm'} | {way} | {seconds:.3f} | {low:.3f} | "
+            f"{size / seconds / 1e9:.2f} | {seconds / medians[LOAD]:.2f} | "
+            f"{seconds / medians[READ]:.2f} | "
+            f"{'-' if cold else format(seconds / medians[BUS], '.2f')} |"
         )
-        for rank in range(ranks)
-    ]
-    for one in run:
-        assert one.stdout.readline() == "ready\n"
-    for one in run:
-        one.stdin.write("\n")
-        one.stdin.flush()
-    found = [json.loads(one.stdout.readline()) for one in run]
-    for one in run:
-        one.communicate()
-    return {"seconds": max(f["seconds"] for f in found), "bytes": sum(f["bytes"] for f in found)}
+    return lines
+
+
+HEAD = [
+    "| ranks | page cache | way | seconds | least | GB/s | / load_rank | / raw, read | / bus |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, help="a folder for the adapter and its shards")
-    parser.add_argument("--gb", type=float, default=4.0, help="size of the adapter")
+    parser.add_argument("--gb", type=float, default=2.0, help="size of the adapter")
     parser.add_argument("--shape", default="deepseek-v3")
     parser.add_argument("--ep", type=int, default=8)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-cold", action="store_true", help="leave the cold page cache out")
     parser.add_argument("-o", "--out", type=Path, default=HERE / "results" / "load_rank.md")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        shards, device, way, rank = args.child
-        child(Path(shards), int(rank), device, way)
-        return
-    sys.path.insert(0, str(HERE))
-    from bench_adapters import SHAPES, layers_for, make_adapter
-
-    shape = SHAPES[args.shape]
     source, shards = args.work / args.shape, args.work / "shards"
-    make_adapter(shape, source, layers_for(shape, int(args.gb * 1e9)))
-    words = [sys.executable, "-m", "moelora.cli", "shard", str(source), "--tp", "8", "--ep"]
-    subprocess.run([*words, str(args.ep), "-o", str(shards)], check=True, stdout=sys.stderr)
-    lines = [
-        "| ranks at once | page cache | way | seconds | GB/s to the device | times load_rank |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for ranks in args.ranks:
-        for cold in (False, True):
-            rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-            for _ in range(args.runs):
-                for way, found in rows.items():
-                    if cold:
-                        forget(source)
-                        forget(shards)
-                    found.append(timed(shards, ranks, args.device, way))
-            medians = {way: statistics.median(r["seconds"] for r in rows[way]) for way in WAYS}
-            for way, seconds in medians.items():
-                speed = rows[way][0]["bytes"] / seconds / 1e9
-                lines.append(
-                    f"| {ranks} | {'cold' if cold else 'warm'} | {way} | {seconds:.3f} | "
-                    f"{speed:.2f} | {seconds / medians['load_rank']:.2f} |"
-                )
-            print("\n".join(lines[-len(WAYS) :]), file=sys.stderr)
+    shutil.rmtree(shards, ignore_errors=True)
+    all_ranks = Ranks(shards, max(args.ranks), args.device)
+    make(args.shape, args.gb, args.ep, source, shards)
+    all_ranks.wait(max(args.ranks))
+    say("ranks started")
+    all_ranks.check()
+    say("every way loads the same tensors")
+    lines = list(HEAD)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text("\n".join(lines) + "\n")
+    for cold in (False,) if args.no_cold else (False, True):
+        for count in args.ranks:
+            found = measure(all_ranks, [source, shards], count, cold, args.runs)
+            print("\n".join(found), file=sys.stderr, flush=True)
+            lines += found
+            args.out.write_text("\n".join(lines) + "\n")  # a later fault loses nothing
+    all_ranks.end()
 
 
 if __name__ == "__main__":
