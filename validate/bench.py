@@ -57,7 +57,10 @@ class Options:
 
 @dataclass
 class Bench:
-    """An opened shard set with all that it is compared with. seconds: of each step so far."""
+    """An opened shard set with all that it is compared with.
+
+    seconds: of each step so far. peaks: the most GPU memory that each of them held, in bytes.
+    """
 
     options: Options
     shards: ShardSet
@@ -72,6 +75,7 @@ class Bench:
     joins: SimulatedJoins
     manifest_sha256: str
     seconds: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
 
     def tell(self, step: str, done: int, total: int) -> None:
         """Say how far a step is."""
@@ -80,9 +84,14 @@ class Bench:
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Take the time of a step, the GPU's work included; lack of memory ends in exit code 4."""
+        """Take the time and the peak GPU memory of a step, the GPU's work included.
+
+        Steps are not nested: each starts the peak anew. Lack of memory ends in exit code 4.
+        """
         start = time.perf_counter()
         self.tell(step, 0, 1)
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         try:
             yield
             if self.device == "cuda":
@@ -93,6 +102,15 @@ class Bench:
                 hint="--device cpu needs no GPU memory",
             ) from error
         self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - start
+        if self.device == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+            self.peaks[step] = max(self.peaks.get(step, 0), peak)
+
+    def add_cost(self, report: VerifyReport) -> None:
+        """Put what the steps so far took into a report."""
+        report.seconds = dict(self.seconds)
+        report.peak_gpu_bytes_per_step = dict(self.peaks)
+        report.peak_gpu_bytes = max(self.peaks.values(), default=None)
 
     def new_report(self) -> VerifyReport:
         """Return an empty report that says what is compared, and on what."""
@@ -153,7 +171,9 @@ class Bench:
         return ShardedModel(model, self.plan, self.shards, self.tensors, self.joins, self.kernel)
 
     def reference(self, model: nn.Module, tokens: torch.Tensor) -> Reference:
-        return make_reference(model, self.sharded(model), self.plan, self.witness, tokens)
+        return make_reference(
+            model, self.sharded(model), self.plan, self.witness, tokens, timed=self.timed
+        )
 
 
 @contextmanager

@@ -20,8 +20,8 @@ class CastWitness(FileWitness):
         super().__init__(plan.adapter, plan.base, plan.options)
         self.dtype = torch_dtypes()[DTYPE_FLAGS[plan.dtype]]
 
-    def read(self, key: str) -> torch.Tensor:
-        return super().read(key).to(self.dtype).double()
+    def values(self, key: str) -> torch.Tensor:
+        return super().values(key).to(self.dtype)
 
 
 def loses_bits(plan: ShardPlan) -> bool:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from moelora.slicing.adapter import CONFIG_NAME
 from moelora.slicing.errors import Fault, FaultsError, InputError
-from moelora.slicing.join import join_shards
-from moelora.slicing.lora import slices, torch_dtypes
+from moelora.slicing.join import join_shards, tensor_names
+from moelora.slicing.lora import Factor, slices, torch_dtypes
 from moelora.slicing.manifest import MANIFEST_NAME, file_metadata, plan_body
 from moelora.slicing.plan import ShardPlan
 from moelora.slicing.read import ShardSet
+from moelora.validate.in_threads import in_threads
 from moelora.validate.report import Finding, VerifyReport
 
 RankTensors = list[dict[str, torch.Tensor]]
@@ -49,8 +52,11 @@ def check_bytes(
     metadata: list[dict[str, str]],
 ) -> None:
     """Add the checks of this lens to the report."""
-    damage = [Finding(f.where, f.message) for f in shards.damaged_files()]
-    damage += _source_findings(shards, plan)
+    files, source = in_threads(
+        lambda look: look(),
+        [lambda: _damage(shards), lambda: _source_findings(shards, plan)],
+    )
+    damage = [*files, *source]
     damage += stray_files(shards)
     report.add("bytes", "hashes", damage, f"{shards.layout.tp_size + 1} files, sha256")
     report.add("bytes", "manifest", _manifest_findings(shards, plan), "against the adapter's plan")
@@ -60,15 +66,28 @@ def check_bytes(
         for finding in _differences(shards.rank_path(rank).name, file_metadata(plan, rank), meta)
     ]
     report.add("bytes", "headers", headers, "each file says which rank it is for")
-    bad = [
-        Finding(name, f"{shards.rank_path(rank).name}: {what}")
+    _check_finite(report, shards, tensors)
+    check_reassembled(report, shards, plan, tensors)
+
+
+def _damage(shards: ShardSet) -> list[Finding]:
+    return [Finding(fault.where, fault.message) for fault in shards.damaged_files()]
+
+
+def _check_finite(report: VerifyReport, shards: ShardSet, tensors: RankTensors) -> None:
+    named = [
+        (shards.rank_path(rank).name, name, tensor)
         for rank, own in enumerate(tensors)
         for name, tensor in sorted(own.items())
-        if (what := _not_finite(tensor))
     ]
-    count = sum(len(own) for own in tensors)
-    report.add("bytes", "finite", bad, f"{count} tensors", tensors=count)
-    check_reassembled(report, shards, plan, tensors)
+    bad = [
+        Finding(name, f"{file}: {what}")
+        for (file, name, _), what in zip(
+            named, in_threads(lambda one: _not_finite(one[2]), named), strict=True
+        )
+        if what
+    ]
+    report.add("bytes", "finite", bad, f"{len(named)} tensors", tensors=len(named))
 
 
 def _not_finite(tensor: torch.Tensor) -> str:
@@ -165,31 +184,17 @@ def check_reassembled(
     report: VerifyReport, shards: ShardSet, plan: ShardPlan, tensors: RankTensors
 ) -> None:
     """Join the ranks' tensors and compare them with the adapter's, bit for bit."""
-    joined = join_shards(shards, tensors)
-    findings = [Finding(fault.where, fault.message) for fault in joined.faults]
+    factors = {name: factor for name, _, _, factor in plan.factors()}
+    entries = shards.body["modules"]
+    known = {name for entry in entries for name in tensor_names(entry).values()}
+    stray = join_shards(_with(shards, []), [_without(own, known) for own in tensors])
+    each = in_threads(lambda entry: _rejoin(shards, plan, tensors, factors, entry), entries)
+    faults = [fault for one in each for fault in one.faults] + stray.faults
+    findings = [Finding(fault.where, fault.message) for fault in faults]
     what = f"every (expert, slice) once, over {shards.layout.tp_size} ranks"
     report.add("bytes", "complete", findings, what)
-    findings, compared = [], 0
-    for name, _, _, factor in plan.factors():
-        full = joined.tensors.get(name)
-        if full is None:
-            continue
-        compared += full.numel()
-        source = factor.assemble(plan.adapter.read)
-        wanted = torch_dtypes()[plan.out_dtype(factor)]
-        if full.dtype != wanted:
-            findings.append(Finding(name, f"dtype {full.dtype}, expected {wanted}"))
-        elif source.shape != full.shape:
-            message = f"shape {tuple(full.shape)}, the adapter gives {tuple(source.shape)}"
-            findings.append(Finding(name, message))
-        elif bad := _different_bits(source.to(wanted), full):
-            keys = [
-                piece.key
-                for piece in factor.pieces
-                if _different_bits(source[slices(piece.at)].to(wanted), full[slices(piece.at)])
-            ]
-            message = f"{bad} of {full.numel()} values differ from the adapter's {keys[:3]}"
-            findings.append(Finding(name, message))
+    findings = [finding for one in each for finding in one.findings]
+    compared = sum(one.compared for one in each)
     detail = f"{compared} values against the adapter's, bit for bit"
     if plan.dtype != "keep":
         detail += f" after the cast to {plan.dtype} that was asked for"
@@ -197,6 +202,64 @@ def check_reassembled(
         report.add("bytes", "reassembled", findings, detail, values=compared)
     else:
         report.not_checked("bytes", "reassembled", "no tensor could be put together")
+
+
+@dataclass(frozen=True)
+class _Rejoined:
+    """One module put together. compared: how many values; findings: those that differ."""
+
+    faults: list[Fault]
+    findings: list[Finding]
+    compared: int
+
+
+def _with(shards: ShardSet, entries: list[dict[str, Any]]) -> ShardSet:
+    return dataclasses.replace(shards, body={**shards.body, "modules": entries})
+
+
+def _without(own: dict[str, torch.Tensor], names: set[str]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in own.items() if name not in names}
+
+
+def _rejoin(
+    shards: ShardSet,
+    plan: ShardPlan,
+    tensors: RankTensors,
+    factors: dict[str, Factor],
+    entry: dict[str, Any],
+) -> _Rejoined:
+    names = tensor_names(entry).values()
+    own = [{name: rank[name] for name in names if name in rank} for rank in tensors]
+    joined = join_shards(_with(shards, [entry]), own)
+    findings, compared = [], 0
+    for name, full in joined.tensors.items():
+        if name in factors:
+            compared += full.numel()
+            findings += _against_source(plan, factors[name], name, full)
+    return _Rejoined(joined.faults, findings, compared)
+
+
+def _against_source(
+    plan: ShardPlan, factor: Factor, name: str, full: torch.Tensor
+) -> list[Finding]:
+    """Return a finding where a tensor that was put together is not the adapter's own."""
+    source = factor.assemble(plan.adapter.read)
+    wanted = torch_dtypes()[plan.out_dtype(factor)]
+    if full.dtype != wanted:
+        return [Finding(name, f"dtype {full.dtype}, expected {wanted}")]
+    if source.shape != full.shape:
+        message = f"shape {tuple(full.shape)}, the adapter gives {tuple(source.shape)}"
+        return [Finding(name, message)]
+    bad = _different_bits(source.to(wanted), full)
+    if not bad:
+        return []
+    keys = [
+        piece.key
+        for piece in factor.pieces
+        if _different_bits(source[slices(piece.at)].to(wanted), full[slices(piece.at)])
+    ]
+    message = f"{bad} of {full.numel()} values differ from the adapter's {keys[:3]}"
+    return [Finding(name, message)]
 
 
 def _different_bits(one: torch.Tensor, other: torch.Tensor) -> int:

@@ -1,7 +1,7 @@
 """All experts' factors of one parameter, as the file has them, in a few batched tensors.
 
 The witness answers expert by expert; a layer of 128 experts asked three times that way would take
-longer than everything else. Values are kept as the file's own, and multiplied in float64.
+longer than everything else. Values are kept in the file's own type, and multiplied in float64.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def stacks_of(witness: FileWitness, module: BaseModule) -> ExpertStacks | None:
 def _gather(witness: FileWitness, module: BaseModule) -> ExpertStacks | None:
     whole = witness.stacks(module)
     if whole is not None:
-        a_all, b_all = (_smaller(t.expand(module.num_experts, *t.shape[1:])) for t in whole[:2])
+        a_all, b_all = (t.expand(module.num_experts, *t.shape[1:]) for t in whole[:2])
         same = torch.full((module.num_experts,), whole[2], dtype=torch.float64)
         return ExpertStacks(module, (Part(slice(None), a_all, b_all, same),))
     found: dict[tuple[int, int, int], dict[int, tuple[torch.Tensor, torch.Tensor, float]]] = {}

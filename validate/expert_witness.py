@@ -38,7 +38,7 @@ class ExpertFile:
         wrapped = self.wrapped(module)
         if wrapped is not None:
             a, b, scaling = wrapped
-            row_a, row_b = (t[expert] if t.shape[0] > 1 else t[0] for t in (a, b))
+            row_a, row_b = (t[expert if t.shape[0] > 1 else 0].double() for t in (a, b))
             return [(row_a, row_b, scaling, slice(None))]
         if not self._has_projections(container):
             return None
@@ -102,7 +102,7 @@ class ExpertFile:
                 key = self.file.find(path, letter)
                 if key is not None and len(self.file.adapter.tensors[key].shape) == 3:
                     tensor = self.file.kept(key)
-                    return tensor[expert if tensor.shape[0] > 1 else 0], key
+                    return tensor[expert if tensor.shape[0] > 1 else 0].double(), key
         return None
 
     def _has_projections(self, container: str) -> bool:
@@ -111,7 +111,8 @@ class ExpertFile:
         return any(key.startswith(starts) for key in self.file.keys)
 
     def wrapped(self, module: BaseModule) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """Return the parameter's stacks and scaling where PEFT's wrapper layout holds it."""
+        """Return the parameter's stacks, in the file's own type, and its scaling, where PEFT's
+        wrapper layout holds it."""
         container, _, leaf = module.path.rpartition(".")
         keys = self._wrapper_keys(module, container)
         if keys is None:

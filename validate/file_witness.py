@@ -38,7 +38,11 @@ class FileWitness:
 
     def read(self, key: str) -> torch.Tensor:
         """Return a tensor of the file in float64."""
-        return self.adapter.read(key).double()
+        return self.values(key).double()
+
+    def values(self, key: str) -> torch.Tensor:
+        """Return a tensor of the file in its own type, which holds every value in fewer bytes."""
+        return self.adapter.read(key)
 
     def find(self, path: str, letter: str) -> str | None:
         """Return the file's key of a factor of ``path``, in any spelling; None if there is none."""
@@ -49,11 +53,11 @@ class FileWitness:
         return None
 
     def kept(self, key: str) -> torch.Tensor:
-        """Like ``read``; stacked tensors are asked for once per expert, so the last ones stay."""
+        """Like ``values``; stacked tensors are asked for once per expert: the last ones stay."""
         if key not in self._cache:
             if len(self._cache) >= 8:
                 self._cache.clear()
-            self._cache[key] = self.read(key)
+            self._cache[key] = self.values(key)
         return self._cache[key]
 
     def scaling(self, name: str) -> float:

@@ -26,9 +26,13 @@ LIMITS = {"F64": 1e-4, "F32": 1e-4, "BF16": 2e-2, "F16": 5e-3}
 
 @dataclass
 class PeftReference:
-    """PEFT's model, or why there is none, and where it disagrees with the file."""
+    """PEFT's model, or why there is none, and where it disagrees with the file.
+
+    model: None after its time too, since it holds the adapter once more. loaded: PEFT could.
+    """
 
     model: nn.Module | None = None
+    loaded: bool = False
     error: str = ""
     dropped: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
@@ -36,7 +40,7 @@ class PeftReference:
     @property
     def agrees(self) -> bool:
         """Whether PEFT loaded the adapter and every delta is the file's own."""
-        return self.model is not None and not self.dropped and not self.differing
+        return self.loaded and not self.dropped and not self.differing
 
 
 @contextmanager
@@ -49,9 +53,13 @@ def peft_reference(
     """
     from peft import PeftModel
 
+    device = next(model.parameters()).device
+    if device.type == "meta":  # a streamed base: its weights come layer by layer
+        device = torch.device("cpu")
     with as_before(model):
         try:
-            with warnings.catch_warnings():
+            # PEFT draws random factors before it reads the file's: a CPU takes a minute for that
+            with warnings.catch_warnings(), torch.device(device):
                 warnings.simplefilter("ignore")  # what matters is compared below
                 peft_model = PeftModel.from_pretrained(model, str(plan.adapter.folder)).eval()
         except Exception as error:  # noqa: BLE001 (PEFT raises many kinds; each is reported)
@@ -60,6 +68,7 @@ def peft_reference(
         else:
             reference = _compared(peft_model, plan, witness)
         yield reference
+        reference.model = None
 
 
 @contextmanager
@@ -82,7 +91,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
 
 def _compared(peft_model: nn.Module, plan: ShardPlan, witness: FileWitness) -> PeftReference:
     """Compare each of PEFT's deltas with the file's."""
-    reference = PeftReference(peft_model)
+    reference = PeftReference(peft_model, loaded=True)
     layers = lora_layers(peft_model)
     parameter = next(peft_model.parameters())
     # PEFT hands its deltas out in the base weight's type

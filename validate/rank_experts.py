@@ -95,16 +95,24 @@ class ExpertWeights:
     """The base model's expert weights, seen as ``(num_experts, out, in)`` whatever the storage.
 
     up: gate_up (or up), or gate and up where they are kept apart; each with its bias or None.
+    Both are looked up at each call: a streamed base has them on the device only meanwhile.
     """
 
     def __init__(self, model: nn.Module, up: list[BaseModule], down: BaseModule) -> None:
-        self.up = [_weight_of(model, one) for one in up]
-        self.down = _weight_of(model, down)
+        self._model, self._up, self._down = model, up, down
         self.num_experts = down.num_experts
         self.module = model.get_submodule(down.path.rpartition(".")[0])
         self.has_gate = len(up) == 2 or up[0].gate_up_layout is not None
         if getattr(self.module, "has_post_expert_norm", False):
             raise NotImplementedError("experts with a norm after down_proj")
+
+    @property
+    def up(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        return [_weight_of(self._model, one) for one in self._up]
+
+    @property
+    def down(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _weight_of(self._model, self._down)
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         """Return the activation of the rank's part: gate and up are cut alike."""
@@ -145,6 +153,11 @@ def _per_expert(
     rows = x.reshape(-1, x.shape[-1])
     out = x.new_zeros(rows.shape[0], size)
     start = counts[0]  # pairs of other ranks come first
+    if _can_batch(x) and _fit_together(counts[1:], expert_ids, ranges, dim):
+        out[order[start:]] = _all_experts(
+            rows[order[start:]], flat_ids[start:], counts[1:], expert_ids, weight, bias, ranges, dim
+        )
+        return out.view(*ids.shape, size)
     for local, count in enumerate(counts[1:]):
         if count:
             where = order[start : start + count]
@@ -155,6 +168,47 @@ def _per_expert(
             out[where] = F.linear(rows[where], pick(weight[expert], dim, ranges), own_bias)
         start += count
     return out.view(*ids.shape, size)
+
+
+def _can_batch(x: torch.Tensor) -> bool:
+    """A CPU would read the weights of experts without a token for nothing."""
+    return x.is_cuda
+
+
+def _fit_together(counts: list[int], expert_ids: tuple[int, ...], ranges: Ranges, dim: int) -> bool:
+    """Whether one batched product over all experts, padded to the busiest, needs no copy of any
+    weight and little more memory than the rows themselves."""
+    first = expert_ids[0] if expert_ids else 0
+    neighbours = expert_ids == tuple(range(first, first + len(expert_ids)))
+    padded = len(counts) * max(counts, default=0)
+    return neighbours and (dim == 0 or len(ranges) == 1) and 0 < padded <= 2 * sum(counts) + 2048
+
+
+def _all_experts(
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    counts: list[int],
+    expert_ids: tuple[int, ...],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ranges: Ranges,
+    dim: int,
+) -> torch.Tensor:
+    """As the loop of ``_per_expert``, for rows sorted by expert: a loop over the experts of a
+    large model launches more kernels than everything else together. ids: (n,) local."""
+    own = slice(expert_ids[0], expert_ids[0] + len(expert_ids))
+    starts = torch.tensor([0, *counts[:-1]], device=ids.device).cumsum(0)
+    place = ids.long(), torch.arange(len(ids), device=ids.device) - starts[ids.long()]
+    padded = rows.new_zeros(len(counts), max(counts), rows.shape[-1])
+    padded[place] = rows
+    parts = [
+        padded @ weight[own].narrow(dim + 1, start, stop - start).transpose(1, 2)
+        for start, stop in ranges
+    ]
+    found = (parts[0] if len(parts) == 1 else torch.cat(parts, -1))[place]
+    if bias is None:
+        return found
+    return found + (pick(bias[own], 1, ranges) if dim == 0 else bias[own])[place[0]]
 
 
 # (hidden (T, in), topk_ids (T, K), topk_weights (T, K)) -> the joined output (T, hidden)

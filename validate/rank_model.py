@@ -38,9 +38,9 @@ class RankLora:
     expert_ids: tuple[int, ...] = ()
 
     def to(self, device: str, dtype: torch.dtype) -> RankLora:
-        return RankLora(
-            self.lora_a.to(device, dtype),
-            self.lora_b.to(device, dtype),
+        return RankLora(  # moved first: what travels are the file's bytes, the GPU widens them
+            self.lora_a.to(device).to(dtype),
+            self.lora_b.to(device).to(dtype),
             self.scaling.to(device) if isinstance(self.scaling, torch.Tensor) else self.scaling,
             self.a_slices,
             self.gate_up_layout,

@@ -6,6 +6,8 @@ what the adapter changes. All passes share one model's weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,52 +64,91 @@ def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return out.float().reshape(-1, out.shape[-1]).cpu()
 
 
+Timed = Callable[[str], AbstractContextManager[None]]  # around a step, by its name
+
+
 def make_reference(
     model: nn.Module,
     sharded: ShardedModel,
     plan: ShardPlan,
     witness: FileWitness,
     tokens: torch.Tensor,
+    *,
+    timed: Timed = nullcontext,
 ) -> Reference:
     """Run the base, the base sharded, PEFT and the file's own deltas on the same tokens."""
-    with Choices() as base_choices:
+    with timed("base"), Choices() as base_choices:
         base = _base_logits(model, plan, tokens)
     sharded.with_adapter = False
-    with sharded.installed(), Choices(base_choices):
+    with timed("base sharded"), sharded.installed(), Choices(base_choices):
         floor = Distance.between(base, logits_of(model, tokens))
     sharded.with_adapter = True
 
-    merged, merged_choices, idle, reached = _merged(model, plan, witness, tokens)
-    witnesses = None
-    with peft_reference(model, plan, witness) as peft:
-        with Choices() as peft_choices:
-            peft_logits = _peft_logits(peft, tokens)
-        if peft.model is not None:
-            with Choices(merged_choices):
-                witnesses = Distance.between(merged, logits_of(peft.model, tokens))
+    with timed("file merged"):
+        merged, merged_choices, idle, reached = _merged(model, plan, witness, tokens)
+    with timed("PEFT"):
+        peft, peft_logits, peft_choices, witnesses = _peft_answers(
+            model, plan, witness, tokens, merged, merged_choices
+        )
     # PEFT also applies what --ignore leaves out
     if peft_logits is not None and peft.agrees and not plan.options.ignore:
         name, logits, choices = "PEFT", peft_logits, peft_choices
     else:
         name, logits, choices = "the file's own deltas", merged, merged_choices
     effect = Distance.between(logits, base)
-    dtype = next(model.parameters()).dtype
-    rounding = ROUNDING[dtype] * float(logits.abs().mean())
-    if dtype != torch.float32:
-        with Unsharded(model, plan, None).installed(), Choices(base_choices):
-            rounding = max(rounding, Distance.between(base, logits_of(model, tokens)).mean_abs)
+    with timed("rounding"):
+        rounding = _rounding(model, plan, tokens, base, base_choices, logits)
     if witnesses is not None and peft.agrees:
         rounding = max(rounding, witnesses.mean_abs)  # two unsharded answers to the same question
     cast = None
     if loses_bits(plan):
         whole = logits
-        logits, choices, _, _ = _merged(model, plan, witness_of_shards(plan, witness), tokens)
+        with timed("cast"):
+            lossy = witness_of_shards(plan, witness)
+            logits, choices, _, _ = _merged(model, plan, lossy, tokens)
         name = f"the file's own deltas in {plan.dtype}"
         cast = Distance.between(whole, logits)
     return Reference(
         name, logits, choices, floor, effect, max(floor.mean_abs, rounding), rounding, peft,
         witnesses, cast, reached, idle,
     )  # fmt: skip
+
+
+def _peft_answers(
+    model: nn.Module,
+    plan: ShardPlan,
+    witness: FileWitness,
+    tokens: torch.Tensor,
+    merged: torch.Tensor,
+    merged_choices: Choices,
+) -> tuple[PeftReference, torch.Tensor | None, Choices, Distance | None]:
+    """Return what PEFT made of the adapter, its logits, its choices, and how far the file's own
+    answer is from PEFT's with the same choices."""
+    witnesses = None
+    with peft_reference(model, plan, witness) as peft:
+        with Choices() as choices:
+            logits = _peft_logits(peft, tokens)
+        if peft.model is not None:
+            with Choices(merged_choices):
+                witnesses = Distance.between(merged, logits_of(peft.model, tokens))
+    return peft, logits, choices, witnesses
+
+
+def _rounding(
+    model: nn.Module,
+    plan: ShardPlan,
+    tokens: torch.Tensor,
+    base: torch.Tensor,
+    base_choices: Choices,
+    logits: torch.Tensor,
+) -> float:
+    """Return what rounding alone changes at the least; see ``ROUNDING``."""
+    dtype = next(model.parameters()).dtype
+    rounding = ROUNDING[dtype] * float(logits.abs().mean())
+    if dtype == torch.float32:
+        return rounding
+    with Unsharded(model, plan, None).installed(), Choices(base_choices):
+        return max(rounding, Distance.between(base, logits_of(model, tokens)).mean_abs)
 
 
 def _base_logits(model: nn.Module, plan: ShardPlan, tokens: torch.Tensor) -> torch.Tensor:
@@ -145,7 +186,7 @@ def _peft_logits(peft: PeftReference, tokens: torch.Tensor) -> torch.Tensor | No
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
-        peft.model = None
+        peft.model, peft.loaded = None, False
         peft.error = f"wrapped, the model cannot run: {type(error).__name__}: {error}"[:200]
         return None
 

@@ -49,6 +49,7 @@ class VerifyReport:
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_gpu_bytes: int | None = None
+    peak_gpu_bytes_per_step: dict[str, int] = field(default_factory=dict)
     diagnosis: Diagnosis | None = None
     manifest_sha256: str = ""
 
@@ -107,6 +108,7 @@ class VerifyReport:
             "notes": self.notes,
             "seconds": {step: round(value, 3) for step, value in self.seconds.items()},
             "peak_gpu_bytes": self.peak_gpu_bytes,
+            "peak_gpu_bytes_per_step": self.peak_gpu_bytes_per_step,
             "diagnosis": None if self.diagnosis is None else self.diagnosis.to_json(),
         }
 
@@ -166,6 +168,9 @@ class VerifyReport:
         text = f"{sum(self.seconds.values()):.1f} s ({steps})"
         if self.peak_gpu_bytes is not None:
             text += f", peak GPU memory {self.peak_gpu_bytes / 2**30:.1f} GiB"
+            per_step = self.peak_gpu_bytes_per_step
+            if per_step:
+                text += f" (in {max(per_step, key=lambda step: per_step[step])})"
         return text
 
 

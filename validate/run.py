@@ -61,13 +61,9 @@ def verify(
     )  # fmt: skip
     limits = make_limits(max_kl, floor_factor)
     with opened(shards, options) as bench:
-        if bench.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         report = bench.new_report()
         run_lenses(report, bench, limits)
-        report.seconds = bench.seconds
-        if bench.device == "cuda":
-            report.peak_gpu_bytes = torch.cuda.max_memory_allocated()
+        bench.add_cost(report)
     return report
 
 
@@ -126,7 +122,7 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
         return None
     with bench.timed("load base"):
         model, tokens = bench.model(), bench.batch()
+    reference = bench.reference(model, tokens)
     with bench.timed("logits"):
-        reference = bench.reference(model, tokens)
         check_logits(report, model, bench.sharded(model), reference, tokens, limits)
     return Run(deltas, model, tokens, reference)

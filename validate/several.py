@@ -111,7 +111,7 @@ def verify_several(
         for bench in benches:
             own = bench.new_report()
             runs.append(run_lenses(own, bench, limits))
-            own.seconds = bench.seconds
+            bench.add_cost(own)
             report.sets.append(own)
         complete = [run for run in runs if run is not None]
         if len(complete) == len(runs):

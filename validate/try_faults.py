@@ -137,9 +137,7 @@ def self_test(
     with opened(shards, Options(**options)) as bench:
         report = SelfTestReport(bench.new_report())
         run = run_lenses(report.verified, bench, limits)
-        report.verified.seconds = dict(bench.seconds)
-        if bench.device == "cuda":
-            report.verified.peak_gpu_bytes = torch.cuda.max_memory_allocated()
+        bench.add_cost(report.verified)
         if on_verified is not None:
             on_verified(report.verified)
         if report.verified.verdict != "pass" or run is None:
