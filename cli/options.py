@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,6 +28,18 @@ BaseOption = Annotated[
         help="Base model: a folder or a Hub id. Default: the one that the adapter names.",
     ),
 ]
+
+
+_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``24GiB``, ``8 GB`` or ``1.5TiB`` mean."""
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        raise typer.BadParameter(f"{text!r} is no size; write it as 24GiB or 800MiB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _no_folder(path: Path | None) -> Path | None:

@@ -18,6 +18,7 @@ from moelora.cli.options import (
     RevisionOption,
     VerifyDtype,
     examples,
+    parse_bytes,
 )
 from moelora.cli.output import remove_file, reporting, step_bar, tell_github, write_file
 from moelora.slicing.errors import UsageError
@@ -113,6 +114,26 @@ StrictOption = Annotated[
         help="Fail on signs that the adapter itself is damaged. Default: warn.",
     ),
 ]
+MaxGpuMemoryOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-gpu-memory",
+        metavar="SIZE",
+        parser=parse_bytes,
+        help="Stay under this, such as 24GiB: a base that is larger is streamed layer by layer "
+        "from host memory or disk. On a CPU: of the base's weights in use at a time. Default: no "
+        "limit.",
+    ),
+]
+OffloadFolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--offload-folder",
+        metavar="DIR",
+        help="Keep streamed weights in files here. Default: in host memory, or in temporary "
+        "files where that is too small.",
+    ),
+]
 JunitOption = Annotated[
     Path | None,
     typer.Option(
@@ -157,6 +178,8 @@ def verify(
     max_kl: MaxKlOption = None,
     floor_factor: FloorFactorOption = None,
     strict: StrictOption = False,
+    max_gpu_memory: MaxGpuMemoryOption = None,
+    offload_folder: OffloadFolderOption = None,
     self_test: SelfTestOption = False,
     junit_xml: JunitOption = None,
     html: HtmlOption = None,
@@ -202,6 +225,8 @@ def verify(
                 progress=progress,
                 max_kl=max_kl,
                 floor_factor=floor_factor,
+                max_gpu_memory=max_gpu_memory,
+                offload_folder=offload_folder,
             )
         if junit_xml is not None:
             write_file(junit_xml, report.to_junit())

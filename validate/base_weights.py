@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +14,84 @@ from moelora.slicing.errors import CannotRunError, InputError, MoeloraError
 from moelora.slicing.meta_model import model_class
 from moelora.slicing.source import fetch_base_weights
 from moelora.validate.device import is_out_of_memory
+from moelora.validate.offload import Home, MemoryLimit, disk_full, home_for, load_home, random_home
+from moelora.validate.streaming import Streamed
 
 
 def load_weights(
-    base: BaseModel, *, device: str, dtype: torch.dtype, random: bool, seed: int
+    base: BaseModel,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    random: bool,
+    seed: int,
+    memory: MemoryLimit | None = None,
+    notes: list[str] | None = None,
 ) -> nn.Module:
-    """Return the base model on ``device`` in ``dtype``, in eval mode.
+    """Return the base model, to run on ``device`` in ``dtype``, in eval mode.
 
     random: weights drawn from the config alone, by transformers' own initialisation.
+    memory: of the device; where the base is larger, its layers are streamed.
+    notes: takes what a report should say of the weights.
 
     Raises:
         InputError: the weights are missing, unreadable, or not those of this model.
         CannotRunError: they do not fit into memory.
     """
+    with home_for(base.config, dtype, memory) if memory else nullcontext() as home:
+        try:
+            model = _loaded(base, home, device=device, dtype=dtype, random=random, seed=seed)
+        except MoeloraError:
+            raise
+        except Exception as error:  # what transformers raises on a wrong file has no common class
+            raise _explained(error, base, home, device) from error
+        if home is not None:
+            Streamed(model, device, home.name)
+    return model.eval()
+
+
+def _loaded(
+    base: BaseModel, home: Home | None, *, device: str, dtype: torch.dtype, random: bool, seed: int
+) -> nn.Module:
+    """Return the model on ``device``, or with its weights at home."""
     cls = model_class(base.config)
-    info: dict[str, Any] = {}
-    try:
-        if random:
-            torch.manual_seed(seed)
-            with torch.device(device):
-                model = cls._from_config(base.config, dtype=dtype)
-            return model.to(dtype).eval()
-        _refuse_quantised(base)
-        folder = fetch_base_weights(base.name_or_path, base.revision)
-        model, info = cls.from_pretrained(
-            folder, config=base.config, dtype=dtype, output_loading_info=True
+    if random:
+        torch.manual_seed(seed)
+        if home is not None:
+            return random_home(cls, base.config, home, device=device, dtype=dtype)
+        with torch.device(device):
+            model = cls._from_config(base.config, dtype=dtype)
+        return model.to(dtype)
+    _refuse_quantised(base)
+    folder = fetch_base_weights(base.name_or_path, base.revision)
+    model = load_home(
+        cls,
+        folder,
+        home or Home(None),
+        lambda info: _refuse_gaps(info, folder),
+        config=base.config,
+        dtype=dtype,
+    )
+    return model if home is not None else model.to(device)
+
+
+def _explained(error: Exception, base: BaseModel, home: Home | None, device: str) -> MoeloraError:
+    """Return what an exception of transformers means."""
+    full = disk_full(error, home)
+    if full is not None:
+        return full
+    if is_out_of_memory(error):
+        return CannotRunError(
+            f"the base model does not fit on {device}: {error}",
+            hint="use a larger machine or GPU"
+            if device == "cpu"
+            else "--max-gpu-memory 40GiB streams its layers within that; --device cpu needs no "
+            "GPU memory",
         )
-    except MoeloraError:
-        raise
-    except Exception as error:  # what transformers raises on a wrong file has no common class
-        if is_out_of_memory(error):
-            raise CannotRunError(
-                f"the base model does not fit on {device}: {error}",
-                hint="use a larger machine or GPU"
-                if device == "cpu"
-                else "--device cpu needs no GPU memory",
-            ) from error
-        raise InputError(
-            f"{base.name_or_path}: the base model cannot be loaded "
-            f"({type(error).__name__}: {error})",
-            hint="is the folder whole? --random-base needs its config alone",
-        ) from error
-    _refuse_gaps(info, folder)
-    return model.to(device).eval()
+    return InputError(
+        f"{base.name_or_path}: the base model cannot be loaded ({type(error).__name__}: {error})",
+        hint="is the folder whole? --random-base needs its config alone",
+    )
 
 
 def _refuse_quantised(base: BaseModel) -> None:

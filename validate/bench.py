@@ -13,7 +13,7 @@ from torch import nn
 
 from moelora.slicing.adapter import Adapter, sha256_of
 from moelora.slicing.base_model import BaseModel, load_base_model
-from moelora.slicing.errors import CannotRunError, InputError
+from moelora.slicing.errors import InputError
 from moelora.slicing.manifest import MANIFEST_NAME
 from moelora.slicing.options import PlanOptions
 from moelora.slicing.plan import ShardPlan, plan_shards
@@ -26,10 +26,18 @@ from moelora.validate.check_deltas import Deltas
 from moelora.validate.device import DTYPES, choose_device, choose_dtype, choose_kernel, device_name
 from moelora.validate.file_witness import FileWitness
 from moelora.validate.joins import SimulatedJoins
+from moelora.validate.memory_limit import (
+    MemoryLimit,
+    check_options,
+    gpu_limit,
+    out_of_memory,
+    require_kept,
+)
 from moelora.validate.rank_model import MoeLora
 from moelora.validate.reference import Reference, make_reference
 from moelora.validate.report import VerifyReport
 from moelora.validate.sharded_model import ShardedModel
+from moelora.validate.streaming import nbytes
 
 # called with the step's name, how much of it is done, and of how much
 Progress = Callable[[str, int, int], None]
@@ -53,6 +61,8 @@ class Options:
     strict: bool = False
     rank_map: bool = False
     progress: Progress | None = None
+    max_gpu_memory: int | None = None
+    offload_folder: Path | None = None
 
 
 @dataclass
@@ -97,14 +107,12 @@ class Bench:
             if self.device == "cuda":
                 torch.cuda.synchronize()
         except torch.cuda.OutOfMemoryError as error:
-            raise CannotRunError(
-                f"the GPU ran out of memory: {error}",
-                hint="--device cpu needs no GPU memory",
-            ) from error
+            raise out_of_memory(error, self.options.max_gpu_memory) from error
         self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - start
         if self.device == "cuda":
             peak = torch.cuda.max_memory_allocated()
             self.peaks[step] = max(self.peaks.get(step, 0), peak)
+            require_kept(step, peak, self.options.max_gpu_memory)
 
     def add_cost(self, report: VerifyReport) -> None:
         """Put what the steps so far took into a report."""
@@ -119,6 +127,7 @@ class Bench:
         )
         # the manifest holds every file's hash, so its own stands for the whole set
         report.manifest_sha256 = self.manifest_sha256
+        report.gpu_limit_bytes = self.options.max_gpu_memory
         random, seed = self.options.random_base, self.options.seed
         report.setting = {
             "device": device_name(self.device),
@@ -145,15 +154,20 @@ class Bench:
         witness = witness_of_shards(self.plan, self.witness)
         return Deltas.prepare(self.plan, witness, self.joins, self.device, self.options.seed)
 
-    def model(self) -> nn.Module:
-        """Return the base model with weights."""
-        options = self.options
+    def model(self, notes: list[str]) -> nn.Module:
+        """Return the base model with weights; what is to be said of them goes into ``notes``."""
+        options, memory = self.options, None
+        if options.max_gpu_memory is not None:
+            sizes = [nbytes(tensor) for own in self.tensors for tensor in own.values()]
+            memory = MemoryLimit(options.max_gpu_memory, sum(sizes), options.offload_folder)
         return load_weights(
             self.plan.base,
             device=self.device,
             dtype=self.dtype,
             random=options.random_base,
             seed=options.seed,
+            memory=memory,
+            notes=notes,
         )
 
     def batch(self) -> torch.Tensor:
@@ -186,6 +200,7 @@ def opened(shards: Path | str, options: Options) -> Iterator[Bench]:
     """
     found = ShardSet.open(shards)
     device = choose_device(options.device)
+    check_options(options.max_gpu_memory, options.offload_folder)
     kernel_name, kernel = choose_kernel(options.kernel, device)
     dtype = choose_dtype(options.dtype, device)
     name = options.adapter or found.adapter_name
@@ -195,7 +210,10 @@ def opened(shards: Path | str, options: Options) -> Iterator[Bench]:
     # --revision is the adapter's; without one, the revision that was sharded
     recorded = None if options.adapter else found.body["adapter"].get("revision")
     start = time.perf_counter()
-    with Adapter.open(name, options.revision or recorded) as source:
+    with (
+        gpu_limit(options.max_gpu_memory),
+        Adapter.open(name, options.revision or recorded) as source,
+    ):
         plan = plan_shards(
             source,
             base,

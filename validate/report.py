@@ -49,6 +49,7 @@ class VerifyReport:
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_gpu_bytes: int | None = None
+    gpu_limit_bytes: int | None = None
     peak_gpu_bytes_per_step: dict[str, int] = field(default_factory=dict)
     diagnosis: Diagnosis | None = None
     manifest_sha256: str = ""
@@ -108,6 +109,7 @@ class VerifyReport:
             "notes": self.notes,
             "seconds": {step: round(value, 3) for step, value in self.seconds.items()},
             "peak_gpu_bytes": self.peak_gpu_bytes,
+            "gpu_limit_bytes": self.gpu_limit_bytes,
             "peak_gpu_bytes_per_step": self.peak_gpu_bytes_per_step,
             "diagnosis": None if self.diagnosis is None else self.diagnosis.to_json(),
         }
@@ -168,6 +170,8 @@ class VerifyReport:
         text = f"{sum(self.seconds.values()):.1f} s ({steps})"
         if self.peak_gpu_bytes is not None:
             text += f", peak GPU memory {self.peak_gpu_bytes / 2**30:.1f} GiB"
+            if self.gpu_limit_bytes is not None:
+                text += f" of {self.gpu_limit_bytes / 2**30:.1f} GiB allowed"
             per_step = self.peak_gpu_bytes_per_step
             if per_step:
                 text += f" (in {max(per_step, key=lambda step: per_step[step])})"

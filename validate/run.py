@@ -17,6 +17,7 @@ from moelora.validate.check_logits import Limits, check_logits
 from moelora.validate.diagnose import diagnose
 from moelora.validate.reference import Reference
 from moelora.validate.report import VerifyReport
+from moelora.validate.streaming import streamed
 
 
 def verify(
@@ -38,6 +39,8 @@ def verify(
     progress: Progress | None = None,
     max_kl: float | None = None,
     floor_factor: float | None = None,
+    max_gpu_memory: int | None = None,
+    offload_folder: Path | None = None,
 ) -> VerifyReport:
     """Compare a shard set with the adapter it was made from; see ``VerifyReport.verdict``.
 
@@ -49,6 +52,9 @@ def verify(
     strict: signs that the adapter itself is damaged fail the check; else they are warnings.
     rank_map: work out every rank's own error for the HTML report, not only where it is wrong.
     progress: called with a step's name, how much of it is done, and of how much.
+    max_gpu_memory: bytes; a base that is larger is streamed layer by layer. On a CPU it limits
+    the base's weights that are in use at a time.
+    offload_folder: where streamed weights are kept in files, in place of host memory.
     max_kl, floor_factor: limits of the logits check, see ``check_logits.Limits``.
 
     Raises:
@@ -57,7 +63,7 @@ def verify(
     """
     options = Options(
         adapter, base, base_config, revision, device, kernel, dtype, prompts, tokens, seed,
-        random_base, strict, rank_map, progress,
+        random_base, strict, rank_map, progress, max_gpu_memory, offload_folder,
     )  # fmt: skip
     limits = make_limits(max_kl, floor_factor)
     with opened(shards, options) as bench:
@@ -121,8 +127,11 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
         report.not_checked("logits", "logits", why)
         return None
     with bench.timed("load base"):
-        model, tokens = bench.model(), bench.batch()
+        model, tokens = bench.model(report.notes), bench.batch()
     reference = bench.reference(model, tokens)
     with bench.timed("logits"):
         check_logits(report, model, bench.sharded(model), reference, tokens, limits)
+    own = streamed(model)
+    if own is not None:
+        report.setting["base memory"] = own.describe()
     return Run(deltas, model, tokens, reference)

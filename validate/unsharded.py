@@ -80,7 +80,8 @@ class Unsharded:
                 handles.append(
                     module.register_forward_pre_hook(self._before(path), with_kwargs=True)
                 )
-                handles.append(module.register_forward_hook(self._after(path)))
+                # before the hook that takes a streamed weight off the device again
+                handles.append(module.register_forward_hook(self._after(path), prepend=True))
             yield self
         finally:
             for handle in handles:

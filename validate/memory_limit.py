@@ -1,0 +1,97 @@
+"""``--max-gpu-memory``: what it means, and that it was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moelora.slicing.errors import CannotRunError, UsageError
+from moelora.slicing.plan_text import human_bytes
+
+# What a verification takes beside the base and the adapter, see the README
+RESERVE = 8 * 2**30
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """``--max-gpu-memory`` in bytes. adapter_bytes: of all ranks. folder: ``--offload-folder``,
+    for weights in files; None for host memory where it is large enough."""
+
+    limit: int
+    adapter_bytes: int = 0
+    folder: Path | None = None
+
+
+def check_options(limit: int | None, folder: Path | None) -> None:
+    """Refuse options that make no sense together.
+
+    Raises:
+        UsageError: a folder without a limit, or one that is not there.
+    """
+    if folder is None:
+        return
+    if limit is None:
+        raise UsageError("--offload-folder is for weights that --max-gpu-memory streams")
+    if not folder.is_dir():
+        raise UsageError(f"--offload-folder {folder}: no such folder")
+
+
+@contextmanager
+def gpu_limit(limit: int | None) -> Iterator[None]:
+    """Let torch refuse more than ``limit`` bytes of GPU memory for the time of the block."""
+    if limit is None or not torch.cuda.is_available():
+        yield
+        return
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()  # what an earlier run left over counts against the limit
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def require_kept(step: str, peak: int, limit: int | None) -> None:
+    """Refuse a step that took more than the limit: a promise that was not kept is no result.
+
+    Raises:
+        CannotRunError: with what it took.
+    """
+    if limit is not None and peak > limit:
+        raise CannotRunError(
+            f"{step} took {human_bytes(peak)} of GPU memory, over --max-gpu-memory "
+            f"{human_bytes(limit)}",
+            hint="fewer --tokens take less",
+        )
+
+
+def out_of_memory(error: Exception, limit: int | None) -> CannotRunError:
+    """Return what it means that the GPU's memory ran out."""
+    if limit is None:
+        hint = "--max-gpu-memory 40GiB streams the base's layers; --device cpu needs no GPU memory"
+        return CannotRunError(f"the GPU ran out of memory: {error}", hint=hint)
+    return CannotRunError(
+        f"--max-gpu-memory {human_bytes(limit)} is not enough: {error}",
+        hint="allow for several times the largest layer, and for the adapter",
+    )
+
+
+def host_memory() -> int:
+    """Return the bytes of host memory that are free, a container's own limit included."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        most = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        # what is only cached counts as used there, and gives way
+        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used -= int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+    except (OSError, ValueError):
+        return free
+    return free if most == "max" else min(free, int(most) - used)

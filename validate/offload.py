@@ -1,0 +1,197 @@
+"""Puts the weights of a streamed base where they stay: in host memory, or in mapped files.
+
+A mapped weight is an ordinary tensor whose pages the system reads from the file when they are
+used and forgets when memory is short, so a base may be larger than the host's memory too.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from moelora.slicing.errors import CannotRunError, InputError
+from moelora.slicing.meta_model import build_meta_model
+from moelora.validate.memory_limit import RESERVE, MemoryLimit, host_memory
+from moelora.validate.streaming import find_blocks, require_room
+
+HOST_SHARE = 0.8  # of the host memory that is free; the rest is for PEFT and the shards
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where the weights go. folder None: host memory."""
+
+    folder: Path | None
+
+    @property
+    def name(self) -> str:
+        return "host memory" if self.folder is None else "files on disk"
+
+    def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor at home."""
+        if self.folder is None:
+            return tensor.cpu()
+        file = self.folder / f"{name}.kept.safetensors"
+        save_file({"weight": tensor.contiguous().cpu()}, file)
+        return mapped(file, "weight")
+
+
+def mapped(file: Path | str, name: str) -> torch.Tensor:
+    """Return a tensor of a file without reading it."""
+    with safe_open(str(file), framework="pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor
+
+
+@contextmanager
+def home_for(config: Any, dtype: torch.dtype, memory: MemoryLimit) -> Iterator[Home | None]:
+    """Yield where the weights stay, None where all of them fit on the device.
+
+    Its files lose their names at the end. What is mapped stays readable, and the space comes
+    back with the process, however it ends.
+
+    Raises:
+        CannotRunError: a single layer is larger than the limit.
+    """
+    meta = build_meta_model(config, "the base")
+    size = sum(p.numel() for p in meta.parameters()) * dtype.itemsize
+    if size + memory.adapter_bytes + RESERVE <= memory.limit:
+        yield None
+        return
+    require_room(meta.to(dtype), memory.limit)
+    if memory.folder is None and size <= HOST_SHARE * host_memory():
+        yield Home(None)
+        return
+    with tempfile.TemporaryDirectory(prefix="moelora-base-", dir=memory.folder) as folder:
+        yield Home(Path(folder))
+
+
+def load_home(
+    cls: Any, folder: Path, home: Home, check: Callable[[dict[str, Any]], None], **options: Any
+) -> nn.Module:
+    """Return a model from its checkpoint with every weight at home.
+
+    check: refuses a loading by transformers' account of it. options: of ``from_pretrained``.
+    """
+    options = {**options, "output_loading_info": True}
+    if home.folder is not None:
+        options |= {"device_map": {"": "disk"}, "offload_folder": str(home.folder)}
+    model, info = cls.from_pretrained(folder, **options)
+    check(info)
+    if home.folder is not None:
+        _take_over(model, home)
+    return model
+
+
+def _take_over(model: nn.Module, home: Home) -> None:
+    """Replace accelerate's hooks and the weights that it reads at each call by mapped ones."""
+    from accelerate.hooks import remove_hook_from_submodules
+
+    index = _offload_index(model)
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.device.type != "meta":
+                continue
+            if parameter not in found:
+                whole = f"{path}.{name}" if path else name
+                entry = index[whole]
+                tensor = mapped(entry["safetensors_file"], entry["weight_name"])
+                if tensor.dtype != parameter.dtype:
+                    tensor = home.keep(whole, tensor.to(parameter.dtype))
+                found[parameter] = nn.Parameter(tensor, requires_grad=False)
+            module._parameters[name] = found[parameter]
+    remove_hook_from_submodules(model)
+    for module in model.modules():  # what is left is the class's own, bound
+        vars(module).pop("forward", None)
+
+
+def _offload_index(model: nn.Module) -> dict[str, Any]:
+    """Return which file holds each weight, as accelerate's hooks know it."""
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for one in getattr(hook, "hooks", [hook]):
+            weights = getattr(one, "weights_map", None)
+            if weights is not None:
+                return dict(getattr(weights, "dataset", weights).index)
+    raise InputError("accelerate left no weights on disk", hint="leave --offload-folder out")
+
+
+def random_home(cls: Any, config: Any, home: Home, *, device: str, dtype: torch.dtype) -> nn.Module:
+    """Return a model with weights as transformers initialises them, drawn block by block on the
+    device, so that the whole of it is never there.
+
+    Raises:
+        InputError: transformers leaves a weight to the module's constructor.
+    """
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model: Any = cls._from_config(config, dtype=dtype)
+    model.to(dtype)
+    blocks = [(block.path, block.module) for block in find_blocks(model)]
+    for path, module in [*blocks, ("", model)]:
+        _fill(model, path, module, device)
+        for name, parameter in module.named_parameters():
+            if parameter.device.type != "meta":
+                parameter.data = home.keep(f"{path}.{name}", parameter.data)
+    model.tie_weights()
+    return model
+
+
+def _fill(model: Any, path: str, module: nn.Module, device: str) -> None:
+    """Give every weight of a block that has no values yet its random ones."""
+    empty = {}
+    for where, inner in module.named_modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is not None and parameter.device.type == "meta":
+                values = torch.full_like(parameter, float("nan"), device=device)
+                inner._parameters[name] = nn.Parameter(values, requires_grad=False)
+                empty[f"{where}.{name}"] = (inner, name)
+    owner = _initialiser(model, path)
+    # transformers goes from the inside out; what is outside every block has no insides of its own
+    inside = list(module.modules()) if path else [inner for inner, _ in empty.values()]
+    with torch.no_grad():
+        for inner in reversed(inside):
+            owner._init_weights(inner)
+    left = [where for where, (inner, name) in empty.items() if _is_empty(inner._parameters[name])]
+    if left:
+        raise InputError(
+            f"transformers gives {path}.{left[0]} no values of its own",
+            hint="--max-gpu-memory needs this base's own weights, not --random-base",
+        )
+
+
+def _initialiser(model: Any, path: str) -> Any:
+    """Return the innermost pretrained model around a path: composites have several."""
+    owner, at = model, model
+    for name in path.split(".") if path else []:
+        at = getattr(at, name)
+        if hasattr(at, "_init_weights"):
+            owner = at
+    return owner
+
+
+def _is_empty(parameter: Any) -> bool:
+    return bool(parameter.isnan().any())
+
+
+def disk_full(error: BaseException, home: Home | None) -> CannotRunError | None:
+    """Return what it means when the files of a base did not fit; None for other errors."""
+    text = str(error)
+    if home is None or home.folder is None or "os error 28" not in text and "Errno 28" not in text:
+        return None
+    return CannotRunError(
+        f"{home.folder.parent}: no room for the base's weights, which are larger than the host's "
+        "memory or were sent there by --offload-folder",
+        hint="--offload-folder DIR names a folder on a larger disk",
+    )
