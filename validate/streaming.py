@@ -104,9 +104,12 @@ class Streamed:
                     module._buffers[name] = buffer.to(self.device)
 
     def _bring(self, home: torch.Tensor) -> torch.Tensor:
-        """Copy to the device, also where that is the host, so that what is counted is there."""
         self.open_bytes += nbytes(home)
         self.peak_bytes = max(self.peak_bytes, self.open_bytes)
+        return self._copy(home)
+
+    def _copy(self, home: torch.Tensor) -> torch.Tensor:
+        """Copy to the device, also where that is the host, so that what is counted is there."""
         return home.to(self.device, copy=True)
 
     def _before(self, block: Block) -> Any:

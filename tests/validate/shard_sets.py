@@ -19,10 +19,19 @@ from moelora.slicing.base_model import load_base_model
 from moelora.slicing.layout import ParallelLayout
 from moelora.slicing.plan import plan_shards
 from moelora.slicing.write import write_shards
-from moelora.validate.tiny_models import tiny_adapter, tiny_base, tiny_per_expert_adapter
+from moelora.validate.tiny_models import (
+    tiny_adapter,
+    tiny_base,
+    tiny_full_adapter,
+    tiny_per_expert_adapter,
+)
 
 Tensors = dict[str, torch.Tensor]
-MAKERS = {"target_parameters": tiny_adapter, "per_expert": tiny_per_expert_adapter}
+MAKERS = {
+    "target_parameters": tiny_adapter,
+    "per_expert": tiny_per_expert_adapter,
+    "everything": tiny_full_adapter,
+}
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from moelora.slicing.base_model import load_base_model
 from moelora.slicing.errors import CannotRunError, UsageError
+from moelora.slicing.meta_model import build_meta_model
 from moelora.validate import memory_limit, offload, self_test, verify_several
 from moelora.validate.base_weights import load_weights
 from moelora.validate.memory_limit import MemoryLimit, out_of_memory, require_kept
@@ -22,6 +25,7 @@ from moelora.validate.reference import logits_of
 from moelora.validate.streaming import Streamed, find_blocks, streamed
 
 LIMIT = 500 * 2**10  # the tiny base has 857 KiB, its largest layer 389
+NAME = "base_model_name_or_path"
 FP32: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "seed": 0}
 
 
@@ -89,6 +93,55 @@ def test_a_weight_used_outside_its_block_gives_no_answer(workshop: Workshop) -> 
     hidden = torch.ones(1, 3, base.text_config.hidden_size)
     assert nn.functional.linear(hidden, model.lm_head.weight).isnan().all()
     assert not model.lm_head(hidden).isnan().any()
+
+
+@pytest.mark.parametrize("what", ["vocabulary too", "transposed experts"])
+def test_no_pass_holds_on_to_a_layer(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Base, ranks, PEFT and merged weights: what one block brought is gone when the next comes."""
+    brought: list[weakref.ref[Any]] = []
+    most = 0
+
+    def bring(self: Streamed, home: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        values = home.numpy().copy()  # lives exactly as long as some tensor shares it
+        brought.append(weakref.ref(values))
+        most = max(most, sum(one().nbytes for one in brought if one() is not None))
+        return torch.from_numpy(values)
+
+    monkeypatch.setattr(Streamed, "_copy", bring)
+    if what == "vocabulary too":
+        adapter = with_vocabulary(workshop, tmp_path / "vocabulary")
+    else:  # seen through views of the weights
+        adapter = workshop.adapter("gpt_oss", "everything")
+    base = load_base_model(json.loads((adapter / "adapter_config.json").read_text())[NAME])
+    largest = max(block.size for block in find_blocks(build_meta_model(base.config, "base")))
+    report = verify(workshop.shards(adapter), adapter, max_gpu_memory=LIMIT)
+    assert report.exit_code == 0, report.to_text()
+    assert len(brought) > 100
+    assert most == largest
+
+
+def with_vocabulary(workshop: Workshop, folder: Path) -> Path:
+    """An adapter on the embeddings and the head too: blocks that are adapted themselves."""
+    plain = workshop.adapter("qwen3_moe")
+    config = json.loads((workshop.base("qwen3_moe") / "config.json").read_text())
+    sizes, r = (config["vocab_size"], config["hidden_size"]), 5
+    tensors = load_file(plain / "adapter_model.safetensors")
+    for name, a, b in (
+        ("embed_tokens.lora_embedding_{}", *sizes),
+        ("lm_head.lora_{}.weight", *reversed(sizes)),
+    ):
+        key = "base_model.model." + ("model." if "embed" in name else "") + name
+        tensors[key.format("A")] = torch.randn(r, a) * 0.1
+        tensors[key.format("B")] = torch.randn(b, r) * 0.1
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    stated = json.loads((plain / "adapter_config.json").read_text())
+    stated["target_modules"] = [*stated["target_modules"], "embed_tokens", "lm_head"]
+    (folder / "adapter_config.json").write_text(json.dumps(stated))
+    return folder
 
 
 def test_a_forward_that_fails_lets_go_of_its_weights(workshop: Workshop) -> None:
