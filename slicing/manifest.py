@@ -196,29 +196,30 @@ def restore_hash(entries: dict[str, Any]) -> str:
 
 
 def _restore_rows(plan: ShardPlan, name: str, factor: Factor) -> list[dict[str, Any]]:
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
     for piece in factor.pieces:
         info = plan.adapter.tensors[piece.key]
         expert = _expert_of(piece)
         key = piece.key if expert is None else _mask(piece.key, expert)
         if key is None:
             key, expert = piece.key, None
-        row = {
-            "tensor": name,
-            "key": key,
-            "dtype": info.dtype,
-            "shape": list(info.shape),
-            "view": list(piece.view),
-            "permute": list(piece.permute),
-            "at": [list(r) for r in (piece.at if expert is None else piece.at[1:])],
-        }
-        if piece.src is not None and piece.src != whole(piece.view):
-            row["src"] = [list(r) for r in piece.src]
-        ident = repr(row)
-        if expert is None:
-            groups[ident] = row
-        else:
-            groups.setdefault(ident, {**row, "experts": []})["experts"].append(expert)
+        at = piece.at if expert is None else piece.at[1:]
+        src = piece.src if piece.src != whole(piece.view) else None
+        ident = (key, info.dtype, info.shape, piece.view, piece.permute, at, src)
+        if ident not in groups:
+            groups[ident] = {
+                "tensor": name,
+                "key": key,
+                "dtype": info.dtype,
+                "shape": list(info.shape),
+                "view": list(piece.view),
+                "permute": list(piece.permute),
+                "at": [list(r) for r in at],
+            }
+            if src is not None:
+                groups[ident]["src"] = [list(r) for r in src]
+        if expert is not None:
+            groups[ident].setdefault("experts", []).append(expert)
     return list(groups.values())
 
 
@@ -229,7 +230,9 @@ def _expert_of(piece: Piece) -> int | None:
 
 def _mask(key: str, expert: int) -> str | None:
     """Return the key with its expert number as ``{e}``; None where it has none."""
-    masked, count = re.subn(rf"(?<=experts\.){expert}(?=\.)", "{e}", key)
-    if not count:  # the index stands behind the projection: experts.gate_up_projs.3
-        masked, count = re.subn(rf"(\.experts\.\w+)\.{expert}(?=\.)", r"\1.{e}", key)
+    parts = key.split(f"experts.{expert}.")
+    if len(parts) > 1:
+        return "experts.{e}.".join(parts) if len(parts) == 2 else None
+    # the index stands behind the projection: experts.gate_up_projs.3
+    masked, count = re.subn(rf"(\.experts\.\w+)\.{expert}(?=\.)", r"\1.{e}", key)
     return masked if count == 1 else None

@@ -7,8 +7,6 @@ leave the core's own cache. That decides the speed: chunks of a few MiB cost thr
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,12 +27,12 @@ from moelora.slicing.gather import (
     as_torch,
 )
 from moelora.slicing.lora import Factor, torch_dtypes
-from moelora.slicing.manifest import file_metadata, rank_file
+from moelora.slicing.manifest import rank_file
 from moelora.slicing.plan import DTYPE_BYTES, ShardPlan, Slice
+from moelora.slicing.rank_writer import RankWriter, Written
 from moelora.slicing.roles import Ranges
 
 Progress = Callable[[int], None]
-Written = tuple[str, int]  # sha256 and size of a file
 
 CHUNK_BYTES = 512 << 10
 # Where each chunk has to read all of its source, fewer and larger ones.
@@ -64,48 +61,26 @@ class Cut:
     lost: bool
 
 
-class RankWriter:
-    """One rank's file, written front to back: the header is known before any value is read."""
+class Readers:
+    """The factors' readers, made once and used by every thread.
 
-    def __init__(self, plan: ShardPlan, tp_rank: int, path: Path) -> None:
-        self.tp_rank = tp_rank
-        self.bytes = 0
-        self._hash = hashlib.sha256()
-        header = _header(plan, tp_rank)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self.put(memoryview(len(header).to_bytes(8, "little") + header))
+    To make one takes Python alone, which only one thread at a time can run.
+    """
 
-    def put(self, data: memoryview) -> None:
-        """Append bytes."""
-        self._hash.update(data)
-        self.bytes += len(data)
-        while len(data):
-            data = data[os.write(self._file, data) :]
+    def __init__(self, plan: ShardPlan) -> None:
+        self._adapter = plan.adapter
+        self._made: dict[str, FactorReader] = {}
+        self._lock = threading.Lock()
 
-    def finish(self) -> Written:
-        """Flush to disk; return the file's sha256 and size."""
-        os.fsync(self._file)
-        return self._hash.hexdigest(), self.bytes
-
-    def close(self) -> None:
-        os.close(self._file)
+    def of(self, name: str, factor: Factor) -> FactorReader:
+        """Return the reader of a factor."""
+        with self._lock:
+            if name not in self._made:
+                self._made[name] = FactorReader(self._adapter, factor)
+            return self._made[name]
 
 
-def _header(plan: ShardPlan, tp_rank: int) -> bytes:
-    header: dict[str, Any] = {"__metadata__": file_metadata(plan, tp_rank)}
-    coords = plan.layout.coords(tp_rank)
-    offset = 0
-    for name, planned, letter, factor in plan.factors():
-        shape = planned.slice_of(letter, plan.layout, coords).shape
-        dtype = plan.out_dtype(factor)
-        end = offset + prod(shape) * DTYPE_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)  # safetensors wants the data 8-byte aligned
-
-
-def chunks_of(plan: ShardPlan, ranks: list[int]) -> Iterator[Chunk]:
+def chunks_of(plan: ShardPlan, ranks: list[int], readers: Readers) -> Iterator[Chunk]:
     """Yield what has to be read for ``ranks``, in the order of the rank files."""
     for name, planned, letter, factor in plan.factors():
         slices = {
@@ -115,7 +90,7 @@ def chunks_of(plan: ShardPlan, ranks: list[int]) -> Iterator[Chunk]:
         ranges = None
         if len(ranks) < plan.layout.tp_size and dim is not None:
             ranges = _joined({r for one in slices.values() for r in one.ranges})
-        reader = FactorReader(plan.adapter, factor)
+        reader = readers.of(name, factor)
         for group in _groups(slices):
             for experts in _batches(factor, reader, group):
                 yield Chunk(name, factor, reader, Need(experts, dim, ranges), group)
@@ -217,10 +192,10 @@ class Poured:
 
 
 class _Shared:
-    """What the threads share: a progress callback for one at a time, and a word to stop."""
+    """What the threads share: readers, a progress callback for one at a time, a word to stop."""
 
-    def __init__(self, progress: Progress | None) -> None:
-        self.stop = threading.Event()
+    def __init__(self, plan: ShardPlan, progress: Progress | None) -> None:
+        self.readers, self.stop = Readers(plan), threading.Event()
         self._progress, self._lock = progress, threading.Lock()
 
     def tell(self, written: int) -> None:
@@ -240,7 +215,7 @@ def pour(
     count = min(MAX_THREADS, os.cpu_count() or 1, len(ranks))
     # Neighbours share a thread: with tensor parallelism they need the same experts.
     shares = [ranks[n * len(ranks) // count : (n + 1) * len(ranks) // count] for n in range(count)]
-    shared, whole = _Shared(progress), Poured()
+    shared, whole = _Shared(plan, progress), Poured()
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(_pour_share, plan, folder, share, shared) for share in shares]
         try:
@@ -263,7 +238,8 @@ def _pour_share(plan: ShardPlan, folder: Path, ranks: list[int], shared: _Shared
             path = folder / rank_file(rank, plan.layout.tp_size)
             writers[rank] = RankWriter(plan, rank, path)
             stack.callback(writers[rank].close)
-        for cut in (cut for chunk in chunks_of(plan, ranks) for cut in cut_chunk(plan, chunk)):
+        chunks = chunks_of(plan, ranks, shared.readers)
+        for cut in (cut for chunk in chunks for cut in cut_chunk(plan, chunk)):
             if shared.stop.is_set():
                 return result
             if not cut.finite:

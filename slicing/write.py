@@ -12,6 +12,7 @@ from typing import Any
 from moelora.slicing.adapter import CONFIG_NAME
 from moelora.slicing.bounded_json import to_json_bytes
 from moelora.slicing.errors import Fault, FaultsError
+from moelora.slicing.gc_pause import gc_paused
 from moelora.slicing.manifest import MANIFEST_NAME, plan_body
 from moelora.slicing.output_folder import check_space, whole_folder, write_synced
 from moelora.slicing.plan import ShardPlan
@@ -49,6 +50,7 @@ class WriteReport:
         return "\n".join(lines)
 
 
+@gc_paused
 def write_shards(
     plan: ShardPlan,
     out_dir: Path,

@@ -64,7 +64,7 @@ def _rss_anon() -> float:
 
 def shard_once(adapter: str, out: str, tp: int, ep: int, no_hash: bool) -> dict[str, Any]:
     """Shard in this process; return seconds, bytes and peak private MiB."""
-    from moelora.slicing import pour, tensor_file
+    from moelora.slicing import rank_writer, tensor_file
     from moelora.slicing.adapter import Adapter
     from moelora.slicing.base_model import load_base_model
     from moelora.slicing.layout import ParallelLayout
@@ -73,7 +73,7 @@ def shard_once(adapter: str, out: str, tp: int, ep: int, no_hash: bool) -> dict[
 
     if no_hash:  # only to see what hashing costs
         tensor_file.TensorFile.sha256 = lambda self, *_: "0" * 64  # type: ignore[method-assign]
-        pour.hashlib = _NoHash  # type: ignore[attr-defined, assignment]
+        rank_writer.hashlib = _NoHash  # type: ignore[attr-defined, assignment]
     with Adapter.open(adapter) as opened:
         plan = plan_shards(opened, load_base_model(opened.base_name or ""), ParallelLayout(tp, ep))
         with PeakPrivate() as memory:
