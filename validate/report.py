@@ -26,7 +26,11 @@ class Finding:
 
 @dataclass
 class Check:
-    """One check of one lens. outcome ``not_checked`` needs a reason in ``detail``."""
+    """One check of one lens. outcome ``not_checked`` needs a reason in ``detail``.
+
+    needed: without it there is no pass. False only for what is about the kernels and needs more
+    than every machine has: the shards are compared either way.
+    """
 
     lens: Lens
     name: str
@@ -35,6 +39,7 @@ class Check:
     findings: list[Finding] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     warnings: list[Finding] = field(default_factory=list)
+    needed: bool = True
 
 
 @dataclass
@@ -60,7 +65,7 @@ class VerifyReport:
         if any(check.outcome == "fail" for check in self.checks):
             return "fail"
         compared = {check.lens for check in self.checks if check.outcome == "pass"}
-        left = [check for check in self.checks if check.outcome == "not_checked"]
+        left = [c for c in self.checks if c.outcome == "not_checked" and c.needed]
         if compared >= {"bytes", "deltas", "logits"} and not left:
             return "pass"
         return "nothing_checked"
@@ -85,6 +90,10 @@ class VerifyReport:
         """Add a check that could not compare anything."""
         self.checks.append(Check(lens, name, "not_checked", why, [], numbers))
 
+    def aside(self, lens: Lens, name: str, why: str) -> None:
+        """Add a check that this machine or kernel cannot run, and that no verdict waits for."""
+        self.checks.append(Check(lens, name, "not_checked", why, needed=False))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "verdict": self.verdict,
@@ -103,6 +112,7 @@ class VerifyReport:
                     "findings": [vars(finding) for finding in check.findings],
                     "numbers": check.numbers,
                     "warnings": [vars(warning) for warning in check.warnings],
+                    "needed": check.needed,
                 }
                 for check in self.checks
             ],

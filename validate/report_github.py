@@ -14,7 +14,7 @@ def annotation_lines(report: VerifyReport) -> list[str]:
     for check in report.checks:
         for finding in check.findings:
             lines.append(_command("error", f"{finding.where}: {finding.message}"))
-        if check.outcome == "not_checked":
+        if check.outcome == "not_checked" and check.needed:
             lines.append(_command("error", f"{check.lens} {check.name}: {check.detail}"))
         lines += [_command("warning", f"{w.where}: {w.message}") for w in check.warnings]
     if report.exit_code != 0 and not lines:

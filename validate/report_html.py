@@ -98,6 +98,8 @@ def _checks(report: VerifyReport) -> str:
         kind = check.outcome
         if check.warnings and kind == "pass":
             word, kind = "warning", "warn"  # type: ignore[assignment]
+        if not check.needed and kind == "not_checked":
+            kind = "soft"  # type: ignore[assignment]
         listed = "".join(
             f"<br><code>{escape(one.where)}</code>: {escape(one.message)}"
             for one in (check.findings or check.warnings)[:100]

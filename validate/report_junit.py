@@ -14,11 +14,12 @@ _CONTROL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def to_junit(report: VerifyReport) -> str:
     """Return the report as one test suite per lens and one test case per check.
 
-    A check that could not compare anything is a failure here: a skip would look green.
+    A check that could not compare anything is a failure here: a skip would look green. One that
+    no verdict waits for is a skip.
     """
     lenses = list(dict.fromkeys(check.lens for check in report.checks))
     suites = [_suite(lens, [c for c in report.checks if c.lens == lens]) for lens in lenses]
-    red = sum(check.outcome != "pass" for check in report.checks)
+    red = sum(_is_red(check) for check in report.checks)
     if not report.checks or (report.exit_code != 0 and not red):  # no check, no pass
         suites.append(_suite("verdict", [Check("bytes", "verdict", "not_checked", "no lens ran")]))
         red += 1
@@ -30,15 +31,21 @@ def to_junit(report: VerifyReport) -> str:
 
 
 def _suite(name: str, checks: list[Check]) -> str:
-    red = sum(check.outcome != "pass" for check in checks)
+    red = sum(_is_red(check) for check in checks)
     head = f'  <testsuite name={_attribute(name)} tests="{len(checks)}" failures="{red}">'
     return "\n".join([head, *map(_case, checks), "  </testsuite>"])
+
+
+def _is_red(check: Check) -> bool:
+    return check.outcome == "fail" or (check.outcome == "not_checked" and check.needed)
 
 
 def _case(check: Check) -> str:
     name = f"    <testcase classname={_attribute('moelora.' + check.lens)} name="
     name += _attribute(check.name)
     body = "".join(f"\n{one.where}: {one.message}" for one in check.findings or check.warnings)
+    if not check.needed and check.outcome == "not_checked":
+        return f"{name}>\n      <skipped message={_attribute(check.detail)}/>\n    </testcase>"
     if check.outcome != "pass":
         what = f'      <failure type="{check.outcome}" message={_attribute(check.detail)}>'
         return f"{name}>\n{what}{_text(body)}</failure>\n    </testcase>"

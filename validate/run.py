@@ -13,6 +13,8 @@ from moelora.validate.bench import Bench, Options, Progress, opened
 from moelora.validate.check_bytes import check_bytes
 from moelora.validate.check_damage import check_damage
 from moelora.validate.check_deltas import Deltas, add_rank_errors, check_deltas
+from moelora.validate.check_forms import check_forms
+from moelora.validate.check_graph import check_graph
 from moelora.validate.check_logits import Limits, check_logits
 from moelora.validate.diagnose import diagnose
 from moelora.validate.reference import Reference
@@ -128,6 +130,10 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
         return None
     with bench.timed("load base"):
         model, tokens = bench.model(report.notes), bench.batch()
+    sharded = bench.sharded(model)
+    with bench.timed("kernel forms"):
+        check_forms(report, bench, deltas, sharded)
+        check_graph(report, bench, deltas)
     reference = bench.reference(model, tokens)
     with bench.timed("logits"):
         check_logits(report, model, bench.sharded(model), reference, tokens, limits)

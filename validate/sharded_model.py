@@ -87,9 +87,12 @@ class ShardedModel:
         found: dict[str, list[PlannedModule]] = {}
         for planned in self.plan.modules:
             if planned.module.is_expert:
-                container = self.plan.base.experts_beside(planned.path.rpartition(".")[0])[0].path
-                found.setdefault(container.rpartition(".")[0], []).append(planned)
+                found.setdefault(self._container(planned.path), []).append(planned)
         return found
+
+    def _container(self, path: str) -> str:
+        beside = self.plan.base.experts_beside(path.rpartition(".")[0])
+        return beside[0].path.rpartition(".")[0]
 
     def _loras(self, planned: PlannedModule) -> list[RankLora]:
         entry = self.entries[planned.path]
@@ -173,9 +176,11 @@ class ShardedModel:
 
     def _patch_experts(self, container: str, members: list[PlannedModule]) -> list[nn.Module]:
         """Replace the forward of an experts module; return what was patched."""
-        up, down = self._expert_weights(container)
+        up, down = self._weights_in(container)
         weights = ExpertWeights(self.model, up, down)
-        ranks = [self._rank_experts(members, up, down, at) for at in self._positions()]
+        ranks = [
+            self._rank_experts(members, up, down, at) for at in range(len(self.joins.tp_ranks))
+        ]
 
         def run(
             hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -233,11 +238,11 @@ class ShardedModel:
             patched.append(module)
         return patched
 
-    def _positions(self) -> range:
-        return range(len(self.joins.tp_ranks))
+    def expert_weights(self, path: str) -> tuple[list[BaseModule], BaseModule]:
+        """Return the up (or gate and up) weights and the down weight beside a parameter."""
+        return self._weights_in(self._container(path))
 
-    def _expert_weights(self, container: str) -> tuple[list[BaseModule], BaseModule]:
-        """Return the base's up (or gate and up) weights and its down weight, adapted or not."""
+    def _weights_in(self, container: str) -> tuple[list[BaseModule], BaseModule]:
         params = self.plan.base.experts_beside(container)
         roles = {p.path: self._placement(p).role for p in params}
         down = [p for p in params if roles[p.path] == "routed_down"]

@@ -33,7 +33,7 @@ def test_a_correct_set_passes(
     report = verify(workshop.shards(adapter, *layout, order), adapter)
     assert (report.verdict, report.exit_code) == ("pass", 0), report.to_text()
     assert {check.lens for check in report.checks} == {"bytes", "deltas", "logits"}
-    assert all(check.outcome == "pass" for check in report.checks)
+    assert all(check.outcome == "pass" for check in report.checks if check.needed)
     assert report.setting["PEFT consumed every tensor"] == "yes"
     logits = report.checks[-1].numbers
     assert logits["reference"] == "PEFT"
