@@ -15,6 +15,7 @@ from moelora.slicing.meta_model import model_class
 from moelora.slicing.source import fetch_base_weights
 from moelora.validate.device import is_out_of_memory
 from moelora.validate.offload import Home, MemoryLimit, disk_full, home_for, load_home, random_home
+from moelora.validate.quantised_base import check_files, dequantised, quantised
 from moelora.validate.streaming import Streamed
 
 
@@ -40,7 +41,9 @@ def load_weights(
     """
     with home_for(base.config, dtype, memory) if memory else nullcontext() as home:
         try:
-            model = _loaded(base, home, device=device, dtype=dtype, random=random, seed=seed)
+            model = _loaded(
+                base, home, device=device, dtype=dtype, random=random, seed=seed, notes=notes
+            )
         except MoeloraError:
             raise
         except Exception as error:  # what transformers raises on a wrong file has no common class
@@ -51,7 +54,14 @@ def load_weights(
 
 
 def _loaded(
-    base: BaseModel, home: Home | None, *, device: str, dtype: torch.dtype, random: bool, seed: int
+    base: BaseModel,
+    home: Home | None,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    random: bool,
+    seed: int,
+    notes: list[str] | None,
 ) -> nn.Module:
     """Return the model on ``device``, or with its weights at home."""
     cls = model_class(base.config)
@@ -62,16 +72,32 @@ def _loaded(
         with torch.device(device):
             model = cls._from_config(base.config, dtype=dtype)
         return model.to(dtype)
-    _refuse_quantised(base)
+    return _from_files(cls, base, home, device=device, dtype=dtype, notes=notes)
+
+
+def _from_files(
+    cls: Any,
+    base: BaseModel,
+    home: Home | None,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    notes: list[str] | None,
+) -> nn.Module:
+    how = quantised(base)
+    options: dict[str, Any] = {"config": base.config, "dtype": dtype}
+    if how is not None:
+        options |= how.options(home)
     folder = fetch_base_weights(base.name_or_path, base.revision)
-    model = load_home(
-        cls,
-        folder,
-        home or Home(None),
-        lambda info: _refuse_gaps(info, folder),
-        config=base.config,
-        dtype=dtype,
+    if how is not None:
+        check_files(how, folder)
+    model, info = load_home(
+        cls, folder, home or Home(None), lambda info: _refuse_gaps(info, folder), **options
     )
+    if how is not None:
+        model = dequantised(how, model, info, folder, dtype)
+        if notes is not None:
+            notes.append(how.note(dtype))
     return model if home is not None else model.to(device)
 
 
@@ -91,20 +117,6 @@ def _explained(error: Exception, base: BaseModel, home: Home | None, device: str
     return InputError(
         f"{base.name_or_path}: the base model cannot be loaded ({type(error).__name__}: {error})",
         hint="is the folder whole? --random-base needs its config alone",
-    )
-
-
-def _refuse_quantised(base: BaseModel) -> None:
-    """PEFT and the ranks would each dequantise in their own way: nothing could be compared."""
-    stated = getattr(base.config, "quantization_config", None)
-    if not stated:
-        return
-    fields = stated if isinstance(stated, dict) else vars(stated)
-    method = fields.get("quant_method", "unknown method")
-    raise InputError(
-        f"{base.name_or_path}: its weights are quantised ({getattr(method, 'value', method)})",
-        hint="--base names the model with plain weights, --random-base takes random ones of the "
-        "same shape",
     )
 
 

@@ -77,8 +77,8 @@ def home_for(config: Any, dtype: torch.dtype, memory: MemoryLimit) -> Iterator[H
 
 def load_home(
     cls: Any, folder: Path, home: Home, check: Callable[[dict[str, Any]], None], **options: Any
-) -> nn.Module:
-    """Return a model from its checkpoint with every weight at home.
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model from its checkpoint with every weight at home, and the account of it.
 
     check: refuses a loading by transformers' account of it. options: of ``from_pretrained``.
     """
@@ -89,7 +89,7 @@ def load_home(
     check(info)
     if home.folder is not None:
         _take_over(model, home)
-    return model
+    return model, info
 
 
 def _take_over(model: nn.Module, home: Home) -> None:

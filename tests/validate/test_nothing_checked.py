@@ -110,7 +110,7 @@ def test_missing_base_weights_are_refused_with_the_way_out(
     assert report.setting["base weights"].startswith("random")
 
 
-@pytest.mark.parametrize("method", ["fp8", "mxfp4", "bitsandbytes"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
 def test_a_quantised_base_is_refused_with_the_way_out(
     workshop: Workshop, tmp_path: Path, method: str
 ) -> None:

@@ -1,0 +1,124 @@
+"""Quantises tiny bases by hand, as the published checkpoints store them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+FP8 = torch.float8_e4m3fn
+# e2m1: sign, two bits of exponent, one of mantissa
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def read_base(folder: Path) -> Tensors:
+    tensors: Tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def rewrite(base: Path, out: Path, change: Callable[[Tensors], Tensors], stated: dict) -> Path:
+    """Copy a base with other tensors and a ``quantization_config``."""
+    shutil.copytree(base, out)
+    tensors = change(read_base(base))
+    for file in out.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    body = json.loads((base / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**body, "quantization_config": stated}))
+    return out
+
+
+def fp8_blocks(weight: torch.Tensor, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight in fp8 and its scale per block; the last blocks may be smaller."""
+    scales = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // cols))
+    out = torch.empty_like(weight, dtype=FP8)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            where = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
+            scales[i, j] = weight[where].abs().max() / 448
+            out[where] = (weight[where] / scales[i, j]).to(FP8)
+    return out, scales
+
+
+def fp8_base(base: Path, out: Path, block: tuple[int, int] = (8, 8)) -> Path:
+    """As Qwen3-30B-A3B-FP8: every linear of the layers, routers and head left as they are."""
+
+    def change(tensors: Tensors) -> Tensors:
+        found: Tensors = {}
+        for key, tensor in tensors.items():
+            plain = tensor.dim() != 2 or ".layers." not in key or key.endswith(".gate.weight")
+            if plain:
+                found[key] = tensor
+            else:
+                found[key], found[f"{key}_scale_inv"] = fp8_blocks(tensor, *block)
+        return found
+
+    stated = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": ["lm_head", "mlp.gate"],
+    }
+    return rewrite(base, out, change, stated)
+
+
+def mxfp4_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(experts, out, in)`` as packed nibbles ``(..., in / 32, 16)`` and exponents."""
+    groups = weight.reshape(*weight.shape[:-1], -1, 32)
+    exponent = (groups.abs().amax(-1).clamp(min=2**-60).log2().floor() - 2).clamp(-127, 127)
+    scaled = groups / exponent.exp2()[..., None]
+    index = (scaled.abs()[..., None] - FP4).abs().argmin(-1).to(torch.uint8)
+    index += 8 * (scaled < 0).to(torch.uint8)
+    return index[..., 0::2] | index[..., 1::2] << 4, (exponent + 127).to(torch.uint8)
+
+
+def mxfp4_base(base: Path, out: Path) -> Path:
+    """As gpt-oss: experts alone, stored ``(experts, out, in)`` though the model's are turned."""
+
+    def change(tensors: Tensors) -> Tensors:
+        found: Tensors = {}
+        for key, tensor in tensors.items():
+            if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                blocks, scales = mxfp4_blocks(tensor.transpose(1, 2))
+                found[f"{key}_blocks"], found[f"{key}_scales"] = blocks, scales
+            else:
+                found[key] = tensor
+        return found
+
+    stated = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+    return rewrite(base, out, change, stated)
+
+
+def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return what packed nibbles mean, ``(experts, out, in)``."""
+    table = torch.cat([FP4, -FP4])
+    nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()
+    return (table[nibbles] * (scales.float() - 127).exp2()[..., None]).flatten(-2)
+
+
+def fp8_values(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return what fp8 blocks mean."""
+    wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return weight.float() * wide[: weight.shape[0], : weight.shape[1]]
+
+
+def tensor_of(folder: Path, key: str) -> torch.Tensor:
+    with safe_open(str(folder / "model.safetensors"), "pt") as opened:
+        return opened.get_tensor(key)
