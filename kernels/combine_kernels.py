@@ -42,7 +42,6 @@ def _pairwise_combine_kernel(
     USE_DELTA: tl.constexpr,
     USE_SCALING_TENSOR: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -85,7 +84,7 @@ def _pairwise_combine_kernel(
                 mask_b = (mask_n & has_work)[:, None] & (offs_r < RANK)[None, :]
                 # b (BLOCK_N, BLOCK_R)
                 b = tl.load(b_rows[:, None] + offs_r[None, :], mask=mask_b, other=0.0)
-                y = load_rank_vector(y_row, plane, has_work, RANK, SPLIT_K, SPLITS, BLOCK_R, start)
+                y = load_rank_vector(y_row, plane, has_work, RANK, SPLIT_K, BLOCK_R, start)
                 row += factor * tl.sum(b.to(tl.float32) * y[None, :], axis=1)
         weight = tl.load(topk_weights_ptr + token.to(tl.int64) * stride_wt + k * stride_wk)
         acc += tl.where(is_local, weight.to(tl.float32) * row, 0.0)

@@ -73,12 +73,12 @@ def _activation_plan(
     gated = activation != "relu2"
     features = s.out_features // 2 if gated else s.out_features
     shrink, tile, in_use = grouped_shrink(p, block_m, expected)
-    expand = tiles.grouped_expand_tile(
-        in_use, block_m, s.rank, features, 1 + gated, 1, gpu, p.x.element_size()
+    expand = tiles.activation_tile(
+        in_use, block_m, s.rank, features, 1 + gated, gpu, p.x.element_size()
     )
-    block_n = max(16, expand.block_n // 2) if gated else expand.block_n  # gate and up
     capacity = max_tiles(num_pairs, num_groups, block_m)
-    items = max(capacity, cdiv(num_pairs, 16)) * cdiv(cdiv(features, block_n), expand.blocks)
+    items = max(capacity, cdiv(num_pairs, 16))
+    items *= cdiv(cdiv(features, expand.block_n), expand.blocks)
     last = Launch(
         _expand_activation_kernel,
         min(items, MAX_PROGRAMS_PER_SM * gpu.sms),
@@ -88,7 +88,8 @@ def _activation_plan(
         {
             "TOP_K": s.top_k, "RANK": s.rank, "A_SLICES": s.a_slices, "ACTIVATION": activation,
             "IS_GATED": gated, "IS_INTERLEAVED": s.interleaved,
-            "USE_SCALING_TENSOR": p.scaling_per_group is not None, "SPLIT_K": tile.split_k, "BLOCK_M": block_m, "BLOCK_N": block_n,
+            "USE_SCALING_TENSOR": p.scaling_per_group is not None, "SPLIT_K": tile.split_k,
+            "BLOCK_M": block_m, "BLOCK_N": expand.block_n,
             "BLOCK_R": expand.block_r, "BLOCKS": expand.blocks, "USE_PDL": early,
         },
         num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
@@ -228,9 +229,11 @@ def _combine_plan(p: Problem, out: torch.Tensor, use_delta: bool) -> _FormPlan:
     s, gpu = p.sizes, gpu_of(p.x.device)
     early = can_launch_early(p.x.device)
     num_pairs = s.num_tokens * s.top_k
-    shrink, tile = pairwise_shrink(p)
+    shrink, tile = pairwise_shrink(p, num_pairs)
     split_k = tile.split_k if use_delta else 1
-    expand = tiles.pairwise_expand_tile(s.num_tokens, s.rank, s.out_features, 1, gpu.sms)
+    expand = tiles.pairwise_expand_tile(
+        s.num_tokens, s.num_tokens, s.rank, s.out_features, 1, gpu.sms
+    )
     block_n = expand.block_n if use_delta else min(1024, tiles.power_of_2(s.out_features, 32, 1024))
     last = Launch(
         _pairwise_combine_kernel,
@@ -241,8 +244,7 @@ def _combine_plan(p: Problem, out: torch.Tensor, use_delta: bool) -> _FormPlan:
         {
             "TOP_K": s.top_k, "RANK": s.rank, "USE_DELTA": use_delta,
             "USE_SCALING_TENSOR": p.scaling_per_group is not None, "SPLIT_K": split_k,
-            "SPLITS": tiles.power_of_2(split_k, 1, 1024), "BLOCK_N": block_n,
-            "BLOCK_R": expand.block_r, "USE_PDL": early,
+            "BLOCK_N": block_n, "BLOCK_R": expand.block_r, "USE_PDL": early,
         },
         num_warps=expand.num_warps, num_stages=1, early=early,
     )  # fmt: skip

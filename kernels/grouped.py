@@ -209,6 +209,7 @@ def _fused_moe_lora_expand_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks of columns that one item goes through with the same y
+    PREFETCH: tl.constexpr,  # whether the next block's output is under way while one is computed
     USE_PDL: tl.constexpr,
 ):
     """Grid (any,), strided. One item is (tile, A slice, BLOCKS blocks of output columns).
@@ -219,8 +220,6 @@ def _fused_moe_lora_expand_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     PARTS: tl.constexpr = 2 if IS_INTERLEAVED and A_SLICES == 2 else 1
-    # short tiles are bound by B's bytes: there the registers serve better as more programs
-    PREFETCH: tl.constexpr = BLOCKS > 1 and BLOCK_M > 16
     blocks_per_slice = tl.cdiv(slice_features, BLOCK_N)
     items_per_slice = tl.cdiv(blocks_per_slice, BLOCKS)
     items_per_tile = items_per_slice * (A_SLICES // PARTS)
@@ -265,7 +264,7 @@ def _fused_moe_lora_expand_kernel(
             out_ptrs, mask = block_of_output(
                 out_rows, mask_m, a_slice, block, slice_features, PARTS, BLOCK_N
             )
-            if PREFETCH:  # the next block is under way while this one is computed
+            if PREFETCH:
                 next_ptrs, next_mask = block_of_output(
                     out_rows, mask_m & (block + 1 < last_block), a_slice, block + 1,
                     slice_features, PARTS, BLOCK_N,

@@ -92,17 +92,19 @@ def _pairwise_shrink_kernel(
 @triton.jit
 def load_rank_vector(
     y_row, plane, has_work,
-    RANK: tl.constexpr, SPLIT_K: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
-    START: tl.constexpr,
+    RANK: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_R: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
-    """Return the pair's rank vector (BLOCK_R,), summed over the splits of K."""
+    """Return the pair's rank vector (BLOCK_R,), summed over the splits of K.
+
+    One load per split, all in flight at once. (SPLIT_K, BLOCK_R) in one load would leave the sum to
+    several warps, which then wait for each other.
+    """
     offs_r = START + tl.arange(0, BLOCK_R)
-    splits = tl.arange(0, SPLITS)
-    mask = (has_work & (splits < SPLIT_K))[:, None] & (offs_r < RANK)[None, :]
-    # (SPLITS, BLOCK_R)
-    return tl.sum(
-        tl.load(y_row + splits[:, None] * plane + offs_r[None, :], mask=mask, other=0.0), axis=0
-    )
+    mask = has_work & (offs_r < RANK)
+    y = tl.load(y_row + offs_r, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLIT_K):
+        y += tl.load(y_row + split * plane + offs_r, mask=mask, other=0.0)
+    return y
 
 
 @triton.jit(do_not_specialize=["num_pairs", "scaling_value"])
@@ -139,7 +141,6 @@ def _pairwise_expand_kernel(
     USE_SCALING_TENSOR: tl.constexpr,
     USE_TOPK_WEIGHTS: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    SPLITS: tl.constexpr,  # SPLIT_K rounded up to a power of two
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -199,11 +200,11 @@ def _pairwise_expand_kernel(
                     mask=mask_n[:, None] & (offs_r < RANK)[None, :],
                     other=0.0,
                 )
-            y = load_rank_vector(y_row, plane, has_work, RANK, SPLIT_K, SPLITS, BLOCK_R, start)
+            y = load_rank_vector(y_row, plane, has_work, RANK, SPLIT_K, BLOCK_R, start)
             y = y[None, :]
             if MIXED:
                 y_up = load_rank_vector(
-                    y_row + RANK, plane, has_work, RANK, SPLIT_K, SPLITS, BLOCK_R, start
+                    y_row + RANK, plane, has_work, RANK, SPLIT_K, BLOCK_R, start
                 )
                 y = tl.where(offs_n[:, None] % 2 == 1, y_up[None, :], y)
             acc += tl.sum(b.to(tl.float32) * y, axis=1)

@@ -116,12 +116,13 @@ def expert_stride(factor: torch.Tensor) -> int:
     return factor.stride(1) if factor.shape[1] > 1 else 0
 
 
-def pairwise_shrink(p: Problem) -> tuple[Launch, tiles.ShrinkTile]:
+def pairwise_shrink(p: Problem, expected_pairs: int) -> tuple[Launch, tiles.ShrinkTile]:
     """Return the launch of the pairwise shrink, and its tile."""
     s = p.sizes
     early = can_launch_early(p.x.device)
     num_pairs, columns = s.num_tokens * s.top_k, s.a_slices * s.rank
-    tile = tiles.pairwise_shrink_tile(num_pairs, columns, s.in_features, gpu_of(p.x.device).sms)
+    sms = gpu_of(p.x.device).sms
+    tile = tiles.pairwise_shrink_tile(num_pairs, expected_pairs, columns, s.in_features, sms)
     launch = Launch(
         _pairwise_shrink_kernel,
         num_pairs * tile.split_k * cdiv(columns, tile.block_r),
@@ -147,13 +148,15 @@ def shrink_constants(s: Sizes, tile: tiles.ShrinkTile, early: bool) -> dict[str,
     }
 
 
-def pairwise_plan(p: Problem) -> Plan:
+def pairwise_plan(p: Problem, expected_pairs: int) -> Plan:
     s, device = p.sizes, p.x.device
     early, sms = can_launch_early(device), gpu_of(device).sms
     num_pairs = s.num_tokens * s.top_k
-    launch, shrink = pairwise_shrink(p)
+    launch, shrink = pairwise_shrink(p, expected_pairs)
     slices = 1 if s.interleaved else s.a_slices  # parts of N that no block may cross
-    expand = tiles.pairwise_expand_tile(num_pairs, s.rank, s.out_features, slices, sms)
+    expand = tiles.pairwise_expand_tile(
+        num_pairs, expected_pairs, s.rank, s.out_features, slices, sms
+    )
     return Plan(
         s,
         0,
@@ -166,8 +169,7 @@ def pairwise_plan(p: Problem) -> Plan:
              *p.weight_strides),
             {
                 **p.expand_constants, "SPLIT_K": shrink.split_k,
-                "SPLITS": tiles.power_of_2(shrink.split_k, 1, 1024), "BLOCK_N": expand.block_n,
-                "BLOCK_R": expand.block_r, "USE_PDL": early,
+                "BLOCK_N": expand.block_n, "BLOCK_R": expand.block_r, "USE_PDL": early,
             },
             num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
         ),
@@ -186,7 +188,7 @@ def grouped_shrink(
     columns = s.a_slices * s.rank
     in_use = tiles.grouped_tiles(expected_pairs, num_groups, block_m)
     tile = tiles.grouped_shrink_tile(
-        num_pairs, in_use, block_m, columns, s.in_features, gpu, p.x.element_size()
+        num_pairs, in_use, block_m, s.rank, s.a_slices, s.in_features, gpu, p.x.element_size()
     )
     capacity = max_tiles(num_pairs, num_groups, block_m)
     launch = Launch(
@@ -225,7 +227,7 @@ def grouped_plan(p: Problem, block_m: int, expected_pairs: int) -> Plan:
             {
                 **p.expand_constants, "SPLIT_K": shrink.split_k, "BLOCK_M": block_m,
                 "BLOCK_N": expand.block_n, "BLOCK_R": expand.block_r, "BLOCKS": expand.blocks,
-                "USE_PDL": early,
+                "PREFETCH": expand.prefetch, "USE_PDL": early,
             },
             num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
         ),
@@ -248,10 +250,13 @@ def add_plan(p: Problem, routing: MoeLoraRouting | None) -> Plan | None:
         return None
     if routing is None:
         expected_pairs = num_pairs
-        block_m = tiles.choose_block_m(num_pairs, num_groups, expected_pairs, s.rank)
+        elements = s.rank * (s.a_slices * s.in_features + s.out_features)
+        block_m = tiles.choose_block_m(num_pairs, num_groups, expected_pairs, s.rank, elements)
     else:
         expected_pairs, block_m = routing.expected_pairs, routing.block_m
-    return grouped_plan(p, block_m, expected_pairs) if block_m else pairwise_plan(p)
+    if block_m == 0:
+        return pairwise_plan(p, expected_pairs)
+    return grouped_plan(p, block_m, expected_pairs)
 
 
 def run_add(

@@ -153,6 +153,7 @@ def build_routing(
     num_local_experts: int,
     num_global_experts: int | None = None,
     rank: int = 16,
+    group_elements: int = 0,
     block_m: int | None = None,
     workspace: MoeLoraWorkspace | None = None,
 ) -> MoeLoraRouting:
@@ -160,8 +161,8 @@ def build_routing(
 
     topk_ids: (T, K) local expert ids, negative for experts elsewhere. token_lora_mapping: (T,)
     adapter slots, -1 for base-only tokens. num_global_experts: under expert parallelism, the
-    experts of all ranks: tells the tile rule which share of the pairs to expect here. rank: r,
-    which the tile rule looks at too.
+    experts of all ranks: tells the tile rule which share of the pairs to expect here. rank: r;
+    group_elements: of all factors of one (adapter, expert), both stages: the rule looks at these too.
     block_m: rows of a tile, by default from the tile rule; 0 asks for the pairwise kernels, which
     need no routing. Reads nothing back to the host.
     """
@@ -174,7 +175,7 @@ def build_routing(
     if num_global_experts:
         expected = cdiv(expected * num_local_experts, max(num_local_experts, num_global_experts))
     if block_m is None:
-        block_m = choose_block_m(topk_ids.numel(), num_groups, expected, rank)
+        block_m = choose_block_m(topk_ids.numel(), num_groups, expected, rank, group_elements)
     if not ops.goes_through_operator(topk_ids):
         return build_routing_eager(
             topk_ids,

@@ -7,9 +7,9 @@ TUNING.md says what each number was measured against.
 import math
 from typing import NamedTuple
 
-# How finely the work is cut, and into how many programs at most; more of it goes in strides.
-PROGRAMS_PER_SM = 16
-MAX_PROGRAMS_PER_SM = 32
+MAX_PROGRAMS_PER_SM = 32  # of a grouped kernel; more work than that goes in strides
+# Elements that pairs may read again because a group is not read once for all of them.
+MOST_REPEATED = 50_000_000
 
 
 class Gpu(NamedTuple):
@@ -34,6 +34,7 @@ class ExpandTile(NamedTuple):
     blocks: int  # blocks of columns that a program goes through with the same rank vectors
     num_warps: int
     num_stages: int
+    prefetch: bool  # whether a block's output is loaded while the one before it is computed
 
 
 def cdiv(a: int, b: int) -> int:
@@ -50,30 +51,35 @@ def expected_groups(num_pairs: int, num_groups: int) -> float:
     return num_groups * -math.expm1(-num_pairs / num_groups) if num_groups else 0.0
 
 
-def prefers_pairs(num_pairs: int, num_groups: int, expected_pairs: int, rank: int) -> bool:
+def prefers_pairs(
+    num_pairs: int, num_groups: int, expected_pairs: int, rank: int, group_elements: int
+) -> bool:
     """Whether to skip the routing: few pairs, of which hardly two share a group's weights.
 
     Every pair costs programs in proportion to r, whether its expert is here or not: with a large
-    r, or under expert parallelism, the limit is lower.
+    r, or under expert parallelism, the limit is lower. Pairs that share a group read it once each:
+    that must cost less than the routing and its launches do.
     """
     most = 512 if 2 * expected_pairs >= num_pairs and rank <= 32 else 128
-    return num_pairs <= most and expected_pairs < 1.6 * expected_groups(expected_pairs, num_groups)
+    groups = expected_groups(expected_pairs, num_groups)
+    repeated = (expected_pairs - groups) * group_elements
+    return num_pairs <= most and expected_pairs < 1.6 * groups and repeated < MOST_REPEATED
 
 
-def choose_block_m(num_pairs: int, num_groups: int, expected_pairs: int, rank: int) -> int:
+def choose_block_m(
+    num_pairs: int, num_groups: int, expected_pairs: int, rank: int, group_elements: int = 0
+) -> int:
     """Return the rows of a tile: the smallest that does not cut a typical group too often.
 
-    0 where the pairwise kernels are the better choice.
+    0 where the pairwise kernels are the better choice. group_elements: of the factors of one group,
+    all stages that the choice is for; 0 if unknown.
     """
-    if prefers_pairs(num_pairs, num_groups, expected_pairs, rank):
+    if prefers_pairs(num_pairs, num_groups, expected_pairs, rank, group_elements):
         return 0
     rows = expected_pairs / max(1, min(num_groups, expected_pairs))
-    if rows <= 24:
-        return 16
-    if rows <= (128 if rank > 32 else 512):
-        return 32
-    # tall tiles only where they still outnumber the multiprocessors of a large GPU
-    return 64 if expected_pairs >= 64 * 132 else 32
+    if rank <= 32:
+        return 16 if rows <= 24 else 32
+    return 16 if rows <= 12 else 32 if rows <= 40 else 64
 
 
 def _split(in_features: int, block_k: int, splits: int) -> tuple[int, int]:
@@ -88,27 +94,34 @@ def most_partial_rows(num_pairs: int, sms: int) -> int:
     return 4 * num_pairs + 4 * 64 * sms
 
 
-def pairwise_shrink_tile(num_pairs: int, columns: int, in_features: int, sms: int) -> ShrinkTile:
+def pairwise_shrink_tile(
+    num_pairs: int, expected_pairs: int, columns: int, in_features: int, sms: int
+) -> ShrinkTile:
     """columns: S * r. One block of A per program: long rows, so that there are few partial sums."""
     block_k = power_of_2(in_features, 64, 512 if in_features <= 8192 else 1024)
     while block_k > 256 and cdiv(in_features, block_k) * block_k > 1.2 * in_features:
         block_k //= 2
     few = num_pairs * columns * in_features < 8192 * 2 * sms
-    block_r = power_of_2(columns, 4, max(4, (4096 if few else 8192) // block_k))
+    # most pairs are elsewhere: starting idle programs is what takes the time
+    elements = 4096 if few else 8192 if 2 * expected_pairs >= num_pairs else 16384
+    block_r = power_of_2(columns, 4, max(4, elements // block_k))
     splits = min(64, most_partial_rows(num_pairs, sms) // num_pairs)
     split_k, k_per_split = _split(in_features, block_k, splits)
     return ShrinkTile(block_r, block_k, split_k, k_per_split, 4, 1)
 
 
 def pairwise_expand_tile(
-    num_pairs: int, rank: int, out_features: int, slices: int, sms: int
+    num_pairs: int, expected_pairs: int, rank: int, out_features: int, slices: int, sms: int
 ) -> ExpandTile:
     """slices: into how many parts the output columns fall that no block may cross."""
     block_r = power_of_2(rank, 4, 64)
     few = num_pairs * out_features * block_r < 4096 * 2 * sms
-    elements = 2048 if few else 4096 if block_r <= 32 else 8192
-    block_n = power_of_2(out_features // slices, 32, max(32, elements // block_r))
-    return ExpandTile(min(512, block_n), block_r, 1, 4, 1)
+    elements = 2048 if block_r <= 32 else 4096
+    elements *= 1 if few else 2 if 2 * expected_pairs >= num_pairs else 4
+    block_n = min(512, power_of_2(out_features // slices, 32, max(32, elements // block_r)))
+    # no more threads than 16-byte loads: two warps with the same values would both store them
+    num_warps = 2 if block_n * block_r >= 512 else 1
+    return ExpandTile(block_n, block_r, 1, num_warps, 1, False)
 
 
 def grouped_tiles(expected_pairs: int, num_groups: int, block_m: int) -> int:
@@ -118,29 +131,36 @@ def grouped_tiles(expected_pairs: int, num_groups: int, block_m: int) -> int:
 
 
 def grouped_shrink_tile(
-    num_pairs: int, tiles: int, block_m: int, columns: int, in_features: int, gpu: Gpu, item: int
-) -> ShrinkTile:
-    """tiles: expected in use. columns: S * r. item: bytes of an element."""
+    num_pairs: int, tiles: int, block_m: int, rank: int, slices: int, in_features: int, gpu: Gpu,
+    item: int,
+) -> ShrinkTile:  # fmt: skip
+    """tiles: expected in use. slices: of A. item: bytes of an element."""
+    columns = slices * rank
+    small = block_m == 16 and rank <= 32  # two warps suffice, and leave room for more programs
     block_r = power_of_2(columns, 16, 128)
     block_k = power_of_2(in_features, 32, 128 if block_m <= 32 else 64)
-    stages = 3 if block_k * (block_m + block_r) > 128 * 96 else 4  # so that 3 programs fit
+    # so that at least 3 programs fit
+    stages = 3 if small or block_k * (block_m + block_r) > 128 * 96 else 4
     while stages * block_k * (block_m + block_r) * item > gpu.shared:
         stages, block_k = (stages - 1, block_k) if stages > 2 else (stages, block_k // 2)
     programs = tiles * cdiv(columns, block_r)
-    splits = min(cdiv(10 * gpu.sms, programs), most_partial_rows(num_pairs, gpu.sms) // num_pairs)
+    splits = cdiv((20 if small else 10 if block_m == 16 else 5) * gpu.sms, programs)
+    if block_m > 16 and rank > 32:
+        # every split is a set of rank vectors that all programs of the expand read again
+        splits = min(splits, max(4, cdiv(gpu.sms, programs)))
+    splits = min(splits, most_partial_rows(num_pairs, gpu.sms) // num_pairs)
     split_k, k_per_split = _split(in_features, block_k, splits)
-    while split_k > 1 and k_per_split < 4 * block_k:  # a few steps to pipeline
+    while split_k > 1 and k_per_split < (2 if small else 4) * block_k:  # a few steps to pipeline
         split_k, k_per_split = _split(in_features, block_k, split_k // 2)
-    return ShrinkTile(block_r, block_k, split_k, k_per_split, 4, stages)
+    return ShrinkTile(block_r, block_k, split_k, k_per_split, 2 if small else 4, stages)
 
 
-def grouped_expand_tile(
-    tiles: int, block_m: int, rank: int, features: int, parts: int, slices: int, gpu: Gpu, item: int
-) -> ExpandTile:
-    """tiles: expected in use. features: output columns of a slice. parts: rows of B per column of a
-    block (2 for gate and up together). slices: of A, of which an item owns one."""
+def _expand_block(
+    block_m: int, rank: int, most_n: int, features: int, parts: int, gpu: Gpu, item: int
+) -> tuple[int, int, int]:
+    """Return (block_n, block_r, stages): at most `most_n` columns, and what fits."""
     block_r = power_of_2(rank, 16, 64 if block_m > 16 else 128)
-    block_n = power_of_2(features, 16, 256 if block_m == 16 and block_r <= 32 else 128)
+    block_n = power_of_2(features, 16, most_n)
     # With several blocks of r the loop loads rank vectors too; pipelined, these would fill the
     # shared memory.
     stages = 3 if rank <= block_r else 1
@@ -150,8 +170,39 @@ def grouped_expand_tile(
         block_n = min(block_n, 64)
     while (stages * block_n * parts + 2 * block_m) * block_r * item > gpu.shared:
         stages, block_n = (stages - 1, block_n) if stages > 2 else (stages, block_n // 2)
+    return block_n, block_r, stages
+
+
+def _blocks(blocks: int, per_slice: int) -> int:
+    """Return about `blocks`, so that a slice's programs have equally many."""
+    return cdiv(per_slice, cdiv(per_slice, max(1, min(per_slice, blocks))))
+
+
+def grouped_expand_tile(
+    tiles: int, block_m: int, rank: int, features: int, parts: int, slices: int, gpu: Gpu, item: int
+) -> ExpandTile:
+    """tiles: expected in use. features: output columns of a slice. parts: rows of B per column of a
+    block (2 for gate and up together). slices: of A, of which an item owns one."""
+    # short slices: smaller blocks, so that the work falls into more programs
+    most_n = 64 if block_m > 16 and rank > 32 and features <= 1024 else 128
+    block_n, block_r, stages = _expand_block(block_m, rank, most_n, features, parts, gpu, item)
     per_slice = cdiv(features, block_n)
-    # as many blocks per program as leave every multiprocessor 16 programs
-    blocks = tiles * slices * per_slice // (PROGRAMS_PER_SM * gpu.sms)
-    blocks = cdiv(per_slice, cdiv(per_slice, max(1, min(8, blocks))))
-    return ExpandTile(block_n, block_r, blocks, 8 if block_m > 64 else 4, stages)
+    programs = (8 if block_m == 16 else 4) * gpu.sms
+    # at least 2, so that the next block's output can be on its way while one is computed
+    blocks = _blocks(max(2, tiles * slices * per_slice // programs), per_slice)
+    # short tiles with a large r are bound by B's bytes: registers serve better as more programs
+    prefetch = blocks > 1 and (block_m > 16 or rank <= 32)
+    return ExpandTile(block_n, block_r, blocks, 4, stages, prefetch)
+
+
+def activation_tile(
+    tiles: int, block_m: int, rank: int, features: int, parts: int, gpu: Gpu, item: int
+) -> ExpandTile:
+    """As `grouped_expand_tile`, for the kernel that ends in the activation; block_n columns of it."""
+    most_n = 256 if block_m == 16 and rank <= 32 else 128
+    block_n, block_r, stages = _expand_block(block_m, rank, most_n, features, parts, gpu, item)
+    block_n = max(16, block_n // parts)
+    per_slice = cdiv(features, block_n)
+    programs = (16 if rank <= 32 else 8) * gpu.sms
+    blocks = _blocks(tiles * per_slice // programs, per_slice)
+    return ExpandTile(block_n, block_r, blocks, 4, stages, False)

@@ -29,6 +29,8 @@ class Ours(Base):
             num_tokens=c.M, top_k=self.d["K"], num_adapters=c.L, num_local_experts=self.d["E"],
             columns=2 * c.r, device=dev,
         )  # fmt: skip
+        factors = (w.a_gu, w.b_gu, w.a_d, w.b_d)
+        self.group_elements = sum(f.shape[2] * f.shape[3] for f in factors)
         # in prefill the variant that ends gate_up in the activation is measured too
         self.fused_act = c.M >= 1024
         self.act = None
@@ -41,7 +43,8 @@ class Ours(Base):
     def align(self, inp: Any) -> MoeLoraRouting:
         return build_routing(
             inp.ids, inp.map, num_adapters=self.c.L, num_local_experts=self.d["E"],
-            num_global_experts=self.d["EG"], rank=self.c.r, block_m=self.block_m, workspace=self.ws,
+            num_global_experts=self.d["EG"], rank=self.c.r, group_elements=self.group_elements,
+            block_m=self.block_m, workspace=self.ws,
         )  # fmt: skip
 
     def gu(self, inp: Any, st: MoeLoraRouting) -> None:

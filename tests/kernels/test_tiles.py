@@ -32,7 +32,7 @@ def test_any_sizes(
 ) -> None:  # fmt: skip
     columns, most = slices * rank, tiles.most_partial_rows(pairs, gpu.sms)
     in_use = tiles.grouped_tiles(pairs, groups, block_m)
-    shrink = tiles.grouped_shrink_tile(pairs, in_use, block_m, columns, in_features, gpu, item)
+    shrink = tiles.grouped_shrink_tile(pairs, in_use, block_m, rank, slices, in_features, gpu, item)
     check_split(shrink, in_features)
     assert shrink.split_k * pairs <= most
     held = shrink.num_stages * shrink.block_k * (block_m + shrink.block_r) * item
@@ -40,9 +40,14 @@ def test_any_sizes(
     features = cdiv(out_features, slices)
     expand = tiles.grouped_expand_tile(in_use, block_m, rank, features, 1, slices, gpu, item)
     held = (expand.num_stages * expand.block_n + 2 * block_m) * expand.block_r * item
-    assert held <= gpu.shared and expand.block_n >= 16 and 1 <= expand.blocks <= 8
+    assert held <= gpu.shared and expand.block_n >= 16
+    assert 1 <= expand.blocks <= cdiv(features, expand.block_n)
+    act = tiles.activation_tile(in_use, block_m, rank, features, 2, gpu, item)
+    held = (act.num_stages * act.block_n * 2 + 2 * block_m) * act.block_r * item
+    assert act.block_n == 16 or held <= gpu.shared
+    assert 1 <= act.blocks <= cdiv(features, act.block_n)
     pairs = min(pairs, 1024)
-    pairwise = tiles.pairwise_shrink_tile(pairs, columns, in_features, gpu.sms)
+    pairwise = tiles.pairwise_shrink_tile(pairs, pairs, columns, in_features, gpu.sms)
     check_split(pairwise, in_features)
     assert pairwise.split_k * pairs <= tiles.most_partial_rows(pairs, gpu.sms)
 
@@ -54,3 +59,5 @@ def test_decode_needs_no_routing_and_prefill_takes_taller_tiles() -> None:
     assert choose(512, 128, 512, 16) == 16  # four pairs share a group
     assert choose(65536, 128, 65536, 16) == 32 and choose(65536, 128, 65536, 64) == 64
     assert choose(512, 256, 64, 16) == 16  # most experts elsewhere: pairs would be idle programs
+    # 28 of 128 pairs share a group: cheap to read twice where experts are small, not where not
+    assert choose(128, 256, 128, 64, 500_000) == 0 and choose(128, 256, 128, 64, 3_500_000) == 16
