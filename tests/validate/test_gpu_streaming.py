@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from real_shapes import base_config, qwen3_moe_adapter
+from real_shapes import base_config, real_adapter
 from shard_sets import Workshop, verify
 
 from moelora.slicing.errors import CannotRunError
@@ -52,7 +52,7 @@ def test_qwen3_30b_a3b_in_less_memory_than_its_base(
 ) -> None:
     """The real shape in bf16: 1.2 GiB a layer, 57 GiB in all 48."""
     base = base_config(CONFIG, tmp_path / "base", layers)
-    adapter = qwen3_moe_adapter(base, tmp_path / "adapter", torch.bfloat16, device="cuda")
+    adapter = real_adapter(base, tmp_path / "adapter", torch.bfloat16, device="cuda")
     shards = workshop.shards(adapter, 4, 2)
     torch.cuda.empty_cache()
     start = time.perf_counter()
@@ -77,7 +77,7 @@ def test_too_little_is_exit_code_4_and_the_next_run_is_free_again(
 ) -> None:
     """One layer and a third: PEFT and merged weights need more beside it."""
     base = base_config(CONFIG, tmp_path / "base", 2)
-    adapter = qwen3_moe_adapter(base, tmp_path / "adapter", torch.bfloat16, device="cuda")
+    adapter = real_adapter(base, tmp_path / "adapter", torch.bfloat16, device="cuda")
     shards = workshop.shards(adapter, 4, 2)
     options = {"device": "cuda", "random_base": True, "dtype": "bfloat16"}
     with pytest.raises(CannotRunError, match="max-gpu-memory"):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_shapes import base_config, qwen3_moe_adapter
+from real_shapes import SHAPES, base_config, real_adapter
 from shard_sets import Workshop, copy_of, edit_rank, failed, patch_hashes, verify
 
 from moelora.validate import self_test, verify_several
 
-CONFIG = Path(__file__).resolve().parent / "data" / "qwen3-30b-a3b.json"
+CONFIG = SHAPES["qwen3-30b"]
 LAYERS = 4
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
     base = base_config(CONFIG, folder / "base", LAYERS)
-    return qwen3_moe_adapter(base, folder / "adapter", torch.bfloat16)
+    return real_adapter(base, folder / "adapter", torch.bfloat16)
 
 
 def test_qwen3_30b_a3b_shape_in_bf16_passes(
