@@ -38,6 +38,7 @@ from moelora.validate.reference import Reference, make_reference
 from moelora.validate.report import VerifyReport
 from moelora.validate.sharded_model import ShardedModel
 from moelora.validate.streaming import nbytes
+from moelora.validate.text_part import note_of_parts
 
 # called with the step's name, how much of it is done, and of how much
 Progress = Callable[[str, int, int], None]
@@ -140,6 +141,9 @@ class Bench:
             "seed": seed,
             "base weights": f"random (seed {seed})" if random else "the base's own",
         }
+        beside = note_of_parts(self.plan.base)
+        if beside is not None:
+            report.notes.append(beside)
         skips = [skip for skip in self.plan.skips if skip.keys]
         if skips:
             count = sum(len(skip.keys) for skip in skips)
