@@ -67,8 +67,7 @@ def fused_moe_lora(
     ops.fused_moe_lora_op(
         *tensors, problem.scaling, problem.scaling_per_group, topk_weights,
         problem.sizes.a_slices, gate_up_layout, problem.sizes.num_local_experts,
-        None if routing is None else routing.buffer, 0 if routing is None else routing.block_m,
-        0 if routing is None else routing.expected_pairs,
+        *ops.routing_arguments(routing),
     )  # fmt: skip
     return output
 

@@ -79,8 +79,8 @@ def test_activation(activation: str, case: Case, block_m: int | None) -> None:
 @pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "added first"])
 @pytest.mark.parametrize("case", DOWN, ids=str)
 def test_combine(case: Case, gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moelora.kernels.forms.MAX_PAIRS_GATHERED", 2**20 if gathered else 0)
-    monkeypatch.setattr("moelora.kernels.forms._plans", {})
+    monkeypatch.setattr("moelora.kernels.combine.MAX_PAIRS_GATHERED", 2**20 if gathered else 0)
+    monkeypatch.setattr("moelora.kernels.combine.plans", {})
     p = make_problem(case, seed=6, device=DEVICE)
     with_base_rows(p)
     options = {

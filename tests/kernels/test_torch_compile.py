@@ -4,7 +4,13 @@ import pytest
 import torch
 from moe_lora_cases import Case, bits, make_problem, run_and_check
 
-from moelora.kernels import build_routing, fused_moe_lora, ops
+from moelora.kernels import (
+    build_routing,
+    fused_moe_lora,
+    fused_moe_lora_activation,
+    fused_moe_lora_combine,
+    ops,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATE_UP = Case(7, 2, 3, 5, 72, 52, 6, S=2)
@@ -41,3 +47,46 @@ def test_compiled_layer() -> None:
     torch.compile(layer, fullgraph=True, backend="aot_eager")(gate_up, down)
     assert torch.equal(bits(gate_up), bits(run_and_check(p)))
     assert torch.equal(bits(down), bits(run_and_check(q)))
+
+
+def test_compiled_fused_forms() -> None:
+    """Both fused forms in one graph, the same bits as eager."""
+    p, q = make_problem(GATE_UP, device=DEVICE), make_problem(DOWN, device=DEVICE)
+    ids, mapping = p.args[3:]
+    weights = q.kwargs["topk_weights"]
+    gate_up = torch.randn(p.output.shape, device=DEVICE)
+    down = torch.randn(q.output.shape, device=DEVICE)
+
+    def layer(act: torch.Tensor, out: torch.Tensor) -> None:
+        routing = build_routing(ids, mapping, num_adapters=3, num_local_experts=5)
+        fused_moe_lora_activation(
+            act, gate_up, *p.args, activation="silu", scaling=p.kwargs["scaling"], a_slices=2,
+            num_local_experts=5, routing=routing,
+        )  # fmt: skip
+        lora_a, lora_b = q.args[1:3]
+        fused_moe_lora_combine(
+            out, down, act, lora_a, lora_b, ids, mapping, scaling=2.0, topk_weights=weights,
+            num_local_experts=5,
+        )  # fmt: skip
+
+    shapes = (7, 2, 26), (7, 72)
+    want, got = ([torch.zeros(s, device=DEVICE) for s in shapes] for _ in range(2))
+    layer(*want)
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(*got)
+    for one, other in zip(want, got, strict=True):
+        assert one.abs().sum() > 0 and torch.equal(bits(one), bits(other))
+
+
+def test_form_operators_keep_their_promises() -> None:
+    """Only `act`, and `out` and `down`, are written; the fake implementations agree."""
+    p, q = make_problem(GATE_UP, device=DEVICE), make_problem(DOWN, device=DEVICE)
+    scaling = torch.ones(3, 5, 2, device=DEVICE)
+    act = torch.zeros(7, 2, 26, device=DEVICE)
+    args = (
+        act, torch.randn(p.output.shape, device=DEVICE), *p.args, 1.0, scaling, "silu", 7.0, 1.702,
+        2, "concatenated", 5, None, 0, 0,
+    )  # fmt: skip
+    torch.library.opcheck(ops.fused_moe_lora_activation_op, args, test_utils=CHECKS)
+    out, down = torch.zeros(7, 72, device=DEVICE), torch.randn(q.output.shape, device=DEVICE)
+    args = (out, down, *q.args, 2.0, None, q.kwargs["topk_weights"], 5, None, 0, 0)
+    torch.library.opcheck(ops.fused_moe_lora_combine_op, args, test_utils=CHECKS)

@@ -1,0 +1,171 @@
+"""`fused_moe_lora_activation`: gate_up delta and activation in one pass."""
+
+import dataclasses
+
+import torch
+
+from moelora.kernels import ops, tiles
+from moelora.kernels.activation_kernels import _expand_activation_kernel
+from moelora.kernels.arguments import check_activation
+from moelora.kernels.forms import FormPlan, check_form, plans, remember
+from moelora.kernels.fused import call_key, tensor_key
+from moelora.kernels.launch import (
+    INTERPRETED,
+    Launch,
+    can_launch_early,
+    gpu_of,
+    on_device,
+    raw_stream,
+)
+from moelora.kernels.plan import Problem, grouped_shrink, partials
+from moelora.kernels.routing import (
+    MoeLoraRouting,
+    MoeLoraWorkspace,
+    build_routing_eager,
+    max_tiles,
+)
+from moelora.kernels.tiles import MAX_PROGRAMS_PER_SM, cdiv
+
+
+def fused_moe_lora_activation(
+    act: torch.Tensor,
+    gate_up: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    topk_ids: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    *,
+    activation: str,
+    scaling: float | torch.Tensor,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    a_slices: int | None = None,
+    gate_up_layout: str = "concatenated",
+    num_local_experts: int | None = None,
+    routing: MoeLoraRouting | None = None,
+    workspace: MoeLoraWorkspace | None = None,
+) -> torch.Tensor:
+    """Write activation(gate_up + delta) to `act` (T, K, I), and return it; `gate_up` stays.
+
+    gate_up: (T, K, N), the base output. activation: "silu" (silu(gate) * up, N = 2 I), "gpt_oss"
+    ((up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-`limit`), or
+    "relu2" (relu(h)**2, experts without a gate, N = I). Everything else as in `fused_moe_lora`.
+
+    Pairs of local experts without an adapter are activated as they are. Pairs of experts
+    elsewhere get no work: their rows of `act` keep their bits.
+    """
+    tensors = (gate_up, x, lora_a, lora_b, topk_ids, token_lora_mapping)
+    options = (a_slices, gate_up_layout, num_local_experts, activation, limit, alpha)
+    if ops.goes_through_operator(act, *tensors):
+        p = check_form(tensors, scaling, None, *options[:3])
+        check_activation(act, gate_up, activation, p.sizes)
+        ops.fused_moe_lora_activation_op(
+            act, *tensors, p.scaling, p.scaling_per_group, activation, limit, alpha,
+            p.sizes.a_slices, gate_up_layout, p.sizes.num_local_experts,
+            *ops.routing_arguments(routing),
+        )  # fmt: skip
+        return act
+    key = ("activation", tensor_key(act), *call_key(tensors, scaling, None, routing, workspace))
+    plan = None if INTERPRETED else plans.get((*key, *options))
+    if plan is None:
+        p = check_form(tensors, scaling, None, *options[:3])
+        check_activation(act, gate_up, activation, p.sizes)
+        if p.sizes.num_tokens * p.sizes.top_k * p.sizes.out_features == 0:
+            return act
+        p = dataclasses.replace(p, sizes=p.sizes._replace(interleaved=_mixed(p, activation)))
+        if INTERPRETED:
+            return _interpret_activation(act, p, activation, limit, alpha, routing)
+        plan = _activation_plan(p, act, activation, limit, alpha, routing)
+        remember((*key, *options), plan)
+    per_group = scaling if isinstance(scaling, torch.Tensor) else None
+    with on_device(act):
+        _run_activation(plan, act, *tensors, per_group, routing, workspace)
+    return act
+
+
+def _activation_plan(
+    p: Problem, act: torch.Tensor, activation: str, limit: float, alpha: float,
+    routing: MoeLoraRouting | None,
+) -> FormPlan:  # fmt: skip
+    s, gpu = p.sizes, gpu_of(p.x.device)
+    early = can_launch_early(p.x.device)
+    num_pairs, num_groups = s.num_tokens * s.top_k, s.num_adapters * s.num_local_experts
+    expected = num_pairs if routing is None else routing.expected_pairs
+    block_m = 0 if routing is None else routing.block_m
+    block_m = block_m or tiles.choose_block_m(num_pairs, num_groups, expected, s.rank) or 16
+    gated = activation != "relu2"
+    features = s.out_features // 2 if gated else s.out_features
+    shrink, tile, in_use = grouped_shrink(p, block_m, expected)
+    expand = tiles.activation_tile(
+        in_use, block_m, s.rank, features, 1 + gated, gpu, p.x.element_size()
+    )
+    capacity = max_tiles(num_pairs, num_groups, block_m)
+    items = max(capacity, cdiv(num_pairs, 16))
+    items *= cdiv(cdiv(features, expand.block_n), expand.blocks)
+    last = Launch(
+        _expand_activation_kernel,
+        min(items, MAX_PROGRAMS_PER_SM * gpu.sms),
+        (p.scaling, limit, alpha, num_pairs, capacity, s.num_adapters,
+         s.num_local_experts, features, *act.stride()[:2], *p.output.stride()[:2], *p.b_strides,
+         *p.scaling_strides, *p.id_strides),
+        {
+            "TOP_K": s.top_k, "RANK": s.rank, "A_SLICES": s.a_slices, "ACTIVATION": activation,
+            "IS_GATED": gated, "IS_INTERLEAVED": s.interleaved,
+            "USE_SCALING_TENSOR": p.scaling_per_group is not None, "SPLIT_K": tile.split_k,
+            "BLOCK_M": block_m, "BLOCK_N": expand.block_n,
+            "BLOCK_R": expand.block_r, "BLOCKS": expand.blocks, "USE_PDL": early,
+        },
+        num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
+    )  # fmt: skip
+    elements = tile.split_k * num_pairs * s.a_slices * s.rank
+    dtype = p.x.dtype if tile.split_k == 1 else torch.float32
+    return FormPlan(shrink, last, elements, dtype, block_m, expected)
+
+
+def _mixed(p: Problem, activation: str) -> bool:
+    return p.sizes.interleaved and activation != "relu2"
+
+
+def _run_activation(
+    plan: FormPlan,
+    act: torch.Tensor,
+    gate_up: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    topk_ids: torch.Tensor,
+    mapping: torch.Tensor,
+    per_group: torch.Tensor | None,
+    routing: MoeLoraRouting | None,
+    workspace: MoeLoraWorkspace | None,
+) -> None:
+    stream = raw_stream(x.device)
+    if routing is None or routing.block_m == 0:
+        num_adapters = lora_b.shape[0]
+        num_local = plan.last.numbers[6]
+        routing = build_routing_eager(
+            topk_ids, mapping, num_adapters, int(num_local), plan.routing_block_m, workspace, 0
+        )
+    y = partials(plan.partial_elements, plan.partial_dtype, x.device, workspace)
+    assert plan.shrink is not None
+    plan.shrink(stream, x, lora_a, y, routing.buffer)
+    plan.last(stream, act, gate_up, y, lora_b, routing.buffer, topk_ids, mapping, per_group)
+
+
+def _interpret_activation(
+    act: torch.Tensor, p: Problem, activation: str, limit: float, alpha: float,
+    routing: MoeLoraRouting | None,
+) -> torch.Tensor:  # fmt: skip
+    """Run in fp32 and round with torch: the interpreter computes bf16 wrongly."""
+    q = p.upcast()
+    result = act if act.dtype == torch.float32 else act.float()
+    plan = _activation_plan(q, result, activation, limit, alpha, routing)
+    _run_activation(
+        plan, result, q.output, q.x, q.lora_a, q.lora_b, q.topk_ids, q.mapping,
+        q.scaling_per_group, routing, None,
+    )  # fmt: skip
+    if result is not act:
+        is_local = (p.topk_ids >= 0) & (p.topk_ids < p.sizes.num_local_experts)
+        act[is_local] = result[is_local].to(act.dtype)
+    return act

@@ -1,0 +1,138 @@
+"""`fused_moe_lora_combine`: down delta and weighted sum over top-k in one pass."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from moelora.kernels import ops, tiles
+from moelora.kernels.arguments import check_combine
+from moelora.kernels.combine_kernels import _pairwise_combine_kernel
+from moelora.kernels.forms import FormPlan, check_form, plans, remember
+from moelora.kernels.fused import call_key, fused_moe_lora, tensor_key
+from moelora.kernels.launch import (
+    INTERPRETED,
+    Launch,
+    can_launch_early,
+    gpu_of,
+    on_device,
+    raw_stream,
+)
+from moelora.kernels.plan import Problem, pairwise_shrink, partials
+from moelora.kernels.routing import MoeLoraRouting, MoeLoraWorkspace
+from moelora.kernels.tiles import cdiv
+
+# Up to this many pairs the sum over top-k gathers B for each token; above, the deltas are added
+# in place first, where a group's rows share B.
+MAX_PAIRS_GATHERED = 1024
+
+
+def fused_moe_lora_combine(
+    out: torch.Tensor,
+    down: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    topk_ids: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    *,
+    scaling: float | torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_local_experts: int | None = None,
+    routing: MoeLoraRouting | None = None,
+    workspace: MoeLoraWorkspace | None = None,
+) -> torch.Tensor:
+    """Write sum over k of weight * (down + delta) to `out` (T, N), and return it.
+
+    down: (T, K, N), the base output without router weights; with more than MAX_PAIRS_GATHERED
+    pairs the deltas are added to it in place. Pairs of experts elsewhere count nothing and are not
+    read. x: (T, K, in). Everything else as in `fused_moe_lora`.
+    """
+    tensors = (down, x, lora_a, lora_b, topk_ids, token_lora_mapping)
+    if ops.goes_through_operator(out, *tensors):
+        q = check_form(tensors, scaling, topk_weights, 1, "concatenated", num_local_experts)
+        check_combine(out, down, q.sizes)
+        ops.fused_moe_lora_combine_op(
+            out, *tensors, q.scaling, q.scaling_per_group, topk_weights,
+            q.sizes.num_local_experts, *ops.routing_arguments(routing),
+        )  # fmt: skip
+        return out
+    key: tuple[Any, ...] = ("combine", tensor_key(out), num_local_experts)
+    key += call_key(tensors, scaling, topk_weights, routing, workspace)
+    plan = None if INTERPRETED else plans.get(key)
+    use_delta = topk_ids.numel() <= MAX_PAIRS_GATHERED
+    p = None
+    if plan is None:
+        p = check_form(tensors, scaling, topk_weights, 1, "concatenated", num_local_experts)
+        check_combine(out, down, p.sizes)
+        if out.numel() == 0:
+            return out
+        if INTERPRETED:
+            p = p.upcast()
+        plan = remember(key, _combine_plan(p, out, use_delta))
+    if not use_delta:
+        fused_moe_lora(
+            *tensors, scaling=scaling, a_slices=1, num_local_experts=num_local_experts,
+            routing=routing, workspace=workspace,
+        )  # fmt: skip
+        if INTERPRETED and p is not None:
+            p = dataclasses.replace(p, output=down.float())
+    per_group = scaling if isinstance(scaling, torch.Tensor) else None
+    if p is not None and INTERPRETED:
+        result = torch.empty(out.shape, dtype=torch.float32)
+        _run_combine(
+            plan, result, p.output, p.x, p.lora_a, p.lora_b, topk_ids, token_lora_mapping,
+            per_group, topk_weights, None,
+        )  # fmt: skip
+        out.copy_(result)
+    else:
+        with on_device(out):
+            _run_combine(plan, out, *tensors, per_group, topk_weights, workspace)
+    return out
+
+
+def _combine_plan(p: Problem, out: torch.Tensor, use_delta: bool) -> FormPlan:
+    s, gpu = p.sizes, gpu_of(p.x.device)
+    early = can_launch_early(p.x.device)
+    num_pairs = s.num_tokens * s.top_k
+    shrink, tile = pairwise_shrink(p, num_pairs)
+    split_k = tile.split_k if use_delta else 1
+    expand = tiles.pairwise_expand_tile(
+        s.num_tokens, s.num_tokens, s.rank, s.out_features, 1, gpu.sms
+    )
+    block_n = expand.block_n if use_delta else min(1024, tiles.power_of_2(s.out_features, 32, 1024))
+    last = Launch(
+        _pairwise_combine_kernel,
+        s.num_tokens * cdiv(s.out_features, block_n),
+        (p.scaling, num_pairs, s.num_adapters, s.num_local_experts, s.out_features,
+         *p.id_strides, out.stride(0), *p.output.stride()[:2], *p.b_strides,
+         *p.scaling_strides[:2], *p.weight_strides),
+        {
+            "TOP_K": s.top_k, "RANK": s.rank, "USE_DELTA": use_delta,
+            "USE_SCALING_TENSOR": p.scaling_per_group is not None, "SPLIT_K": split_k,
+            "BLOCK_N": block_n, "BLOCK_R": expand.block_r, "USE_PDL": early,
+        },
+        num_warps=expand.num_warps, num_stages=1, early=early,
+    )  # fmt: skip
+    elements = tile.split_k * num_pairs * s.rank if use_delta else 0
+    return FormPlan(shrink if use_delta else None, last, elements, torch.float32)
+
+
+def _run_combine(
+    plan: FormPlan,
+    out: torch.Tensor,
+    down: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    topk_ids: torch.Tensor,
+    mapping: torch.Tensor,
+    per_group: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    workspace: MoeLoraWorkspace | None,
+) -> None:
+    stream = raw_stream(x.device)
+    y = partials(plan.partial_elements, plan.partial_dtype, x.device, workspace)
+    if plan.shrink is not None:
+        plan.shrink(stream, x, lora_a, y, topk_ids, mapping)
+    plan.last(stream, out, down, y, lora_b, topk_ids, mapping, per_group, topk_weights)

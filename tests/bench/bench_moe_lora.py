@@ -1,0 +1,249 @@
+"""What the comparison with other engines leaves out, on the GPU at hand:
+
+    python tests/bench/bench_moe_lora.py [--ranks 16 64]
+
+- Expert parallelism: a rank's call, most ids -1, against the same local pairs without the rest.
+- The host's time for an eager call of both stages and the routing.
+
+bf16, DeepSeek-V3 as rank 0 of EP8 and Qwen3-30B-A3B; both stages and the routing. GPU times are
+medians of CUDA graph replays over several inputs, after the L2 cache was flushed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moelora.kernels import allocate_workspace, build_routing, fused_moe_lora
+
+DEVICE = "cuda"
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    local_experts: int
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+
+
+QWEN3 = Model("qwen3", 128, 128, 8, 2048, 768)
+DEEPSEEK = Model("deepseek-v3, rank 0 of EP8", 32, 256, 8, 7168, 2048)
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) * 0.1
+
+
+@dataclass
+class Weights:
+    a_gate_up: torch.Tensor
+    b_gate_up: torch.Tensor
+    a_down: torch.Tensor
+    b_down: torch.Tensor
+    scaling: torch.Tensor
+
+    @classmethod
+    def draw(cls, m: Model, adapters: int, r: int) -> Weights:
+        return cls(
+            rand(adapters, m.local_experts, 2 * r, m.hidden),
+            rand(adapters, m.local_experts, 2 * m.inner, r),
+            rand(adapters, m.local_experts, r, m.inner),
+            rand(adapters, m.local_experts, m.hidden, r),
+            torch.ones(adapters, 1, 1, device=DEVICE),
+        )
+
+    @property
+    def group_elements(self) -> int:
+        factors = self.a_gate_up, self.b_gate_up, self.a_down, self.b_down
+        return sum(f.shape[2] * f.shape[3] for f in factors)
+
+
+@dataclass
+class Batch:
+    """One layer's tensors: ids are local, -1 elsewhere."""
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+    x: torch.Tensor
+    act: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, m: Model, ids: torch.Tensor, slots: torch.Tensor) -> Batch:
+        tokens, top_k = ids.shape
+        return cls(
+            ids, slots, rand(tokens, m.hidden), rand(tokens, top_k, m.inner),
+            rand(tokens, top_k, 2 * m.inner), rand(tokens, top_k, m.hidden),
+            torch.rand(tokens, top_k, device=DEVICE),
+        )  # fmt: skip
+
+
+def draw(cls, m: Model, adapters: int, r: int) -> Weights:
+        return cls(
+            rand(adapters, m.local_experts, 2 * r, m.hidden),
+            rand(adapters, m.local_experts, 2 * m.inner, r),
+            rand(adapters, m.local_experts, r, m.inner),
+            rand(adapters, m.local_experts, m.hidden, r),
+            torch.ones(adapters, 1, 1, device=DEVICE),
+        )
+
+    @property
+    def group_elements(self) -> int:
+        factors = self.a_gate_up, self.b_gate_up, self.a_down, self.b_down
+        return sum(f.shape[2] * f.shape[3] for f in factors)
+
+
+@dataclass
+class Batch:
+    """One layer's tensors: ids are local, -1 elsewhere."""
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+    x: torch.Tensor
+    act: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, m: Model, ids: torch.Tensor, slots: torch.Tensor) -> Batch:
+        tokens, top_k = ids.shape
+        return cls(
+            ids, slots, rand(tokens, m.hidden), rand(tokens, top_k, m.inner),
+            rand(tokens, top_k, 2 * m.inner), rand(tokens, top_k, m.hidden),
+            torch.rand(tokens, top_k, device=DEVICE),
+        )  # fmt: skip
+
+
+def popularity(count: int, skew: str) -> torch.Tensor:
+    if skew == "uniform":
+        return torch.ones(count, device=DEVICE)
+    weights = torch.arange(1, count + 1, device=DEVICE, dtype=torch.float32) ** -1.2
+    return weights[torch.randperm(count, device=DEVICE)]
+
+
+def draw(m: Model, tokens: int, adapters: int) -> Batch:
+    ids = torch.rand(tokens, m.experts, device=DEVICE).topk(m.top_k).indices.int()
+    slots = torch.randint(0, adapters, (tokens,), device=DEVICE).int()
+    slots[torch.rand(tokens, device=DEVICE) < 0.125] = -1
+    return Batch.of(m, torch.where(ids < m.local_experts, ids, -1).contiguous(), slots)
+
+
+def without_the_rest(m: Model, batch: Batch) -> Batch:
+    """The same local pairs, each as a token of its own with one expert."""
+    token, k = (batch.ids >= 0).nonzero(as_tuple=True)
+    alone = Batch.of(m, batch.ids[token, k][:, None].contiguous(), batch.slots[token].contiguous())
+    alone.x.copy_(batch.x[token])
+    return alone
+
+
+def call(m: Model, w: Weights, experts: int) -> Callable[[Batch], None]:
+    """Return a function that runs routing and both stages. experts: of all ranks."""
+    workspaces = {}
+
+    def run(b: Batch) -> None:
+        size = (*b.ids.shape, w.a_down.shape[2])
+        if size not in workspaces:
+            workspaces[size] = allocate_workspace(
+                num_tokens=size[0], top_k=size[1], num_adapters=len(w.scaling),
+                num_local_experts=m.local_experts, columns=2 * size[2], device=DEVICE,
+            )  # fmt: skip
+        common = {"scaling": w.scaling, "workspace": workspaces[size]}
+        routing = build_routing(
+            b.ids, b.slots, num_adapters=len(w.scaling), num_local_experts=m.local_experts,
+            num_global_experts=experts, rank=size[2], group_elements=w.group_elements,
+            workspace=workspaces[size],
+        )  # fmt: skip
+        fused_moe_lora(
+            b.gate_up, b.x, w.a_gate_up, w.b_gate_up, b.ids, b.slots, a_slices=2, routing=routing,
+            **common,
+        )  # fmt: skip
+        fused_moe_lora(
+            b.down, b.act, w.a_down, w.b_down, b.ids, b.slots, a_slices=1, routing=routing,
+            topk_weights=b.weights, **common,
+        )  # fmt: skip
+
+    return run
+
+
+def graph_time(calls: list[Callable[[], None]]) -> float:
+    """Return microseconds per call: the calls in one graph, L2 flushed before each replay."""
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+    for one in calls:
+        one()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for one in calls:
+            one()
+    found = []
+    for _ in range(9):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(found[1:])
+
+
+def expert_parallel(ranks: list[int]) -> None:
+    print("| EP: r | adapters | tokens | local pairs | µs | without the rest µs | more µs |")
+    print("|--|--|--|--|--|--|--|")
+    for r in ranks:
+        for adapters in (1, 8):
+            weights = [Weights.draw(DEEPSEEK, adapters, r) for _ in range(2)]
+            for tokens in (16, 64, 256, 1024, 8192):
+                batches = [draw(DEEPSEEK, tokens, adapters) for _ in range(6)]
+                alone = [without_the_rest(DEEPSEEK, b) for b in batches]
+                times = []
+                for group, experts in ((batches, DEEPSEEK.experts), (alone, 32)):
+                    runs = [call(DEEPSEEK, w, experts) for w in weights]
+                    times.append(
+                        graph_time([
+                            lambda b=b, run=runs[i % 2]: run(b) for i, b in enumerate(group)
+                        ])
+                    )  # fmt: skip
+                pairs = statistics.median(len(b.ids) for b in alone)
+                print(
+                    f"| {r} | {adapters} | {tokens} | {pairs:.0f} | {times[0]:.1f} | "
+                    f"{times[1]:.1f} | {times[0] - times[1]:+.1f} |"
+                )
+
+
+def host_time() -> None:
+    print("\n| host: model | tokens | µs per eager call |")
+    print("|--|--|--|")
+    weights = Weights.draw(QWEN3, 8, 16)
+    run = call(QWEN3, weights, QWEN3.experts)
+    for tokens in (1, 16, 64, 256, 1024):
+        batch = draw(QWEN3, tokens, 8)
+        found = []
+        for _ in range(9):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(30):
+                run(batch)
+            found.append((time.perf_counter() - start) / 30 * 1e6)
+        print(f"| {QWEN3.name} | {tokens} | {statistics.median(found[1:]):.1f} |")
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
+    torch.manual_seed(1)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    expert_parallel(parser.parse_args().ranks)
+    host_time()
