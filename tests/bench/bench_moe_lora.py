@@ -88,50 +88,6 @@ class Batch:
         )  # fmt: skip
 
 
-def draw(cls, m: Model, adapters: int, r: int) -> Weights:
-        return cls(
-            rand(adapters, m.local_experts, 2 * r, m.hidden),
-            rand(adapters, m.local_experts, 2 * m.inner, r),
-            rand(adapters, m.local_experts, r, m.inner),
-            rand(adapters, m.local_experts, m.hidden, r),
-            torch.ones(adapters, 1, 1, device=DEVICE),
-        )
-
-    @property
-    def group_elements(self) -> int:
-        factors = self.a_gate_up, self.b_gate_up, self.a_down, self.b_down
-        return sum(f.shape[2] * f.shape[3] for f in factors)
-
-
-@dataclass
-class Batch:
-    """One layer's tensors: ids are local, -1 elsewhere."""
-
-    ids: torch.Tensor
-    slots: torch.Tensor
-    x: torch.Tensor
-    act: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    weights: torch.Tensor
-
-    @classmethod
-    def of(cls, m: Model, ids: torch.Tensor, slots: torch.Tensor) -> Batch:
-        tokens, top_k = ids.shape
-        return cls(
-            ids, slots, rand(tokens, m.hidden), rand(tokens, top_k, m.inner),
-            rand(tokens, top_k, 2 * m.inner), rand(tokens, top_k, m.hidden),
-            torch.rand(tokens, top_k, device=DEVICE),
-        )  # fmt: skip
-
-
-def popularity(count: int, skew: str) -> torch.Tensor:
-    if skew == "uniform":
-        return torch.ones(count, device=DEVICE)
-    weights = torch.arange(1, count + 1, device=DEVICE, dtype=torch.float32) ** -1.2
-    return weights[torch.randperm(count, device=DEVICE)]
-
-
 def draw(m: Model, tokens: int, adapters: int) -> Batch:
     ids = torch.rand(tokens, m.experts, device=DEVICE).topk(m.top_k).indices.int()
     slots = torch.randint(0, adapters, (tokens,), device=DEVICE).int()
