@@ -9,11 +9,14 @@ import errno
 import json
 import math
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from enum import Enum
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 from moelora.cli.streams import drop, printable
@@ -97,7 +100,7 @@ def step_bar() -> Iterator[Callable[[str, int, int], None] | None]:
     with tqdm(total=1, file=sys.stderr, leave=False) as bar:
 
         def show(step: str, done: int, total: int) -> None:
-            if bar.desc != f"{step}: " or bar.total != total:
+            if bar.desc != f"{step}: " or bar.total != total or done < bar.n:  # another pass
                 bar.reset(total)
                 bar.set_description(step)
             bar.update(done - bar.n)
@@ -115,12 +118,40 @@ def write_file(path: Path, text: str) -> None:
     try:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
         part.replace(path)
-    except OSError as error:
+    except BaseException as error:
         with suppress(OSError):  # such as a name too long to be there
             part.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise OutputError(
             f"{path}: {error.strerror or error}", hint="choose a folder that exists"
         ) from error
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let an interrupt pass by while reports are written: the work is done, and half a report, or
+    one beside an error, would say something else. A second one is heard: a reader may be stuck."""
+    if threading.current_thread() is not threading.main_thread():  # signals come to that one
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in before.items() if callable(handler)}
+    heard: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        handler = before[signal.Signals(number)]
+        if len(heard) > 1 and callable(handler):
+            handler(number, frame)
+
+    for number in before:  # one that is ignored stays so
+        signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def remove_file(path: Path) -> None:

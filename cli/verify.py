@@ -20,7 +20,14 @@ from moelora.cli.options import (
     examples,
     parse_bytes,
 )
-from moelora.cli.output import remove_file, reporting, step_bar, tell_github, write_file
+from moelora.cli.output import (
+    remove_file,
+    reporting,
+    step_bar,
+    tell_github,
+    uninterrupted,
+    write_file,
+)
 from moelora.slicing.errors import UsageError
 
 EPILOG = examples(
@@ -228,13 +235,14 @@ def verify(
                 max_gpu_memory=max_gpu_memory,
                 offload_folder=offload_folder,
             )
-        if junit_xml is not None:
-            write_file(junit_xml, report.to_junit())
-        if html is not None:
-            write_file(html, report.to_html())
-        if os.environ.get("GITHUB_ACTIONS") == "true":
-            tell_github(report)
-        out.report(report.to_json(), report.to_text())
+        with uninterrupted():
+            if junit_xml is not None:
+                write_file(junit_xml, report.to_junit())
+            if html is not None:
+                write_file(html, report.to_html())
+            if os.environ.get("GITHUB_ACTIONS") == "true":
+                tell_github(report)
+            out.report(report.to_json(), report.to_text())
         return report.exit_code
 
 

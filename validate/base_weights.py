@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ def load_weights(
     seed: int,
     memory: MemoryLimit | None = None,
     notes: list[str] | None = None,
+    tell: Callable[[int, int], None] | None = None,
 ) -> nn.Module:
     """Return the base model, to run on ``device`` in ``dtype``, in eval mode.
 
     random: weights drawn from the config alone, by transformers' own initialisation.
     memory: of the device; where the base is larger, its layers are streamed.
-    notes: takes what a report should say of the weights.
+    notes: takes what a report should say of the weights. tell: is called with the number of
+    blocks that are drawn, and of all; transformers tells of files itself.
 
     Raises:
         InputError: the weights are missing, unreadable, or not those of this model.
@@ -42,8 +45,9 @@ def load_weights(
     with home_for(base.config, dtype, memory) if memory else nullcontext() as home:
         try:
             model = _loaded(
-                base, home, device=device, dtype=dtype, random=random, seed=seed, notes=notes
-            )
+                base, home, device=device, dtype=dtype, random=random, seed=seed, notes=notes,
+                tell=tell,
+            )  # fmt: skip
         except MoeloraError:
             raise
         except Exception as error:  # what transformers raises on a wrong file has no common class
@@ -62,13 +66,14 @@ def _loaded(
     random: bool,
     seed: int,
     notes: list[str] | None,
+    tell: Callable[[int, int], None] | None,
 ) -> nn.Module:
     """Return the model on ``device``, or with its weights at home."""
     cls = model_class(base.config)
     if random:
         torch.manual_seed(seed)
         if home is not None:
-            return random_home(cls, base.config, home, device=device, dtype=dtype)
+            return random_home(cls, base.config, home, device=device, dtype=dtype, tell=tell)
         with torch.device(device):
             model = cls._from_config(base.config, dtype=dtype)
         return model.to(dtype)

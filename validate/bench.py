@@ -33,6 +33,7 @@ from moelora.validate.memory_limit import (
     out_of_memory,
     require_kept,
 )
+from moelora.validate.pass_progress import watch_layers
 from moelora.validate.rank_model import MoeLora
 from moelora.validate.reference import Reference, make_reference
 from moelora.validate.report import VerifyReport
@@ -70,7 +71,8 @@ class Options:
 class Bench:
     """An opened shard set with all that it is compared with.
 
-    seconds: of each step so far. peaks: the most GPU memory that each of them held, in bytes.
+    step: the one that is being timed. seconds: of each step so far. peaks: the most GPU memory
+    that each of them held, in bytes.
     """
 
     options: Options
@@ -85,6 +87,7 @@ class Bench:
     dtype: torch.dtype
     joins: SimulatedJoins
     manifest_sha256: str
+    step: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
 
@@ -100,6 +103,7 @@ class Bench:
         Steps are not nested: each starts the peak anew. Lack of memory ends in exit code 4.
         """
         start = time.perf_counter()
+        self.step = step
         self.tell(step, 0, 1)
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -164,7 +168,7 @@ class Bench:
         if options.max_gpu_memory is not None:
             sizes = [nbytes(tensor) for own in self.tensors for tensor in own.values()]
             memory = MemoryLimit(options.max_gpu_memory, sum(sizes), options.offload_folder)
-        return load_weights(
+        model = load_weights(
             self.plan.base,
             device=self.device,
             dtype=self.dtype,
@@ -172,7 +176,16 @@ class Bench:
             seed=options.seed,
             memory=memory,
             notes=notes,
+            tell=self._tell_part,
         )
+        if options.progress is not None:
+            watch_layers(model, self._tell_part)
+        return model
+
+    def _tell_part(self, done: int, total: int) -> None:
+        """Say how many layers of the present step are done; the self-test counts faults."""
+        if self.step != "self-test":
+            self.tell(self.step, done, total)
 
     def batch(self) -> torch.Tensor:
         """Return the token ids ``(1, n)`` of the logits lens."""

@@ -126,7 +126,15 @@ def _offload_index(model: nn.Module) -> dict[str, Any]:
     raise InputError("accelerate left no weights on disk", hint="leave --offload-folder out")
 
 
-def random_home(cls: Any, config: Any, home: Home, *, device: str, dtype: torch.dtype) -> nn.Module:
+def random_home(
+    cls: Any,
+    config: Any,
+    home: Home,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    tell: Callable[[int, int], None] | None = None,
+) -> nn.Module:
     """Return a model with weights as transformers initialises them, drawn block by block on the
     device, so that the whole of it is never there.
 
@@ -139,7 +147,9 @@ def random_home(cls: Any, config: Any, home: Home, *, device: str, dtype: torch.
         model: Any = cls._from_config(config, dtype=dtype)
     model.to(dtype)
     blocks = [(block.path, block.module) for block in find_blocks(model)]
-    for path, module in [*blocks, ("", model)]:
+    for number, (path, module) in enumerate([*blocks, ("", model)]):
+        if tell is not None:
+            tell(number, len(blocks) + 1)
         _fill(model, path, module, device)
         for name, parameter in module.named_parameters():
             if parameter.device.type != "meta":

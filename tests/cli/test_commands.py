@@ -156,6 +156,7 @@ def test_verify_passes_every_option(moelora, library, tmp_path) -> None:
         *("--random-base", "--revision", "r", "--device", "cuda", "--kernel", "torch"),
         *("--dtype", "float16", "--prompts", str(prompts), "--tokens", "7", "--seed", "3"),
         *("--max-kl", "0.01", "--floor-factor", "4"),
+        *("--max-gpu-memory", "1.5GiB", "--offload-folder", "disk"),
     )
     assert library.arguments("verify") == {
         "shards": Path("shards"),
@@ -175,6 +176,8 @@ def test_verify_passes_every_option(moelora, library, tmp_path) -> None:
         "progress": None,
         "max_kl": 0.01,
         "floor_factor": 4.0,
+        "max_gpu_memory": 1610612736,
+        "offload_folder": Path("disk"),
     }
 
 
@@ -250,3 +253,20 @@ def test_triton_on_the_cpu_is_interpreted(
 def test_demo_passes_its_folder(moelora, library) -> None:
     assert json.loads(moelora("demo", "-o", "out", "--json").stdout)["command"] == "demo"
     assert library.arguments("run_demo") == {"out_dir": Path("out"), "force": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 2**33), ("8 gb", 8 * 10**9), ("0.5MiB", 2**19), ("1tib", 2**40), ("700", 700)],
+)
+def test_sizes_are_read_with_their_unit(moelora, library, text, size) -> None:
+    moelora("verify", "shards", "--max-gpu-memory", text)
+    assert library.arguments("verify")["max_gpu_memory"] == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "0GiB", "-1GiB", "8Gi", "GiB", "nan", "1e9", "8 GiB x"])
+def test_what_is_no_size_is_a_usage_error(moelora, library, text) -> None:
+    result = moelora("verify", "shards", f"--max-gpu-memory={text}")
+    assert result.code == 2
+    assert "24GiB" in result.stderr
+    assert library.calls == []
