@@ -94,6 +94,10 @@ class VerifyReport:
         """Add a check that this machine or kernel cannot run, and that no verdict waits for."""
         self.checks.append(Check(lens, name, "not_checked", why, needed=False))
 
+    def failed(self, lens: Lens) -> bool:
+        """Return whether a check of this lens found something wrong."""
+        return any(check.lens == lens and check.outcome == "fail" for check in self.checks)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "verdict": self.verdict,

@@ -20,6 +20,7 @@ from moelora.validate.diagnose import diagnose
 from moelora.validate.reference import Reference
 from moelora.validate.report import VerifyReport
 from moelora.validate.streaming import streamed
+from moelora.validate.trace import first_difference
 
 
 def verify(
@@ -137,6 +138,11 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
     reference = bench.reference(model, tokens)
     with bench.timed("logits"):
         check_logits(report, model, bench.sharded(model), reference, tokens, limits)
+    if report.diagnosis is None and report.failed("logits"):
+        with bench.timed("localise"):
+            report.diagnosis = first_difference(
+                model, sharded, bench.witness, reference, tokens, limits.floor_factor
+            )
     own = streamed(model)
     if own is not None:
         report.setting["base memory"] = own.describe()

@@ -56,17 +56,23 @@ class Unsharded:
     """Hooks that give each adapted module its merged weights for the time of its forward.
 
     witness None: the base's own weights, in fp32; what that changes is rounding alone.
+    compute: the type to compute in. The model's own rounds the merged weights, so what that
+    changes is rounding too.
     """
 
-    def __init__(self, model: nn.Module, plan: ShardPlan, witness: FileWitness | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ShardPlan,
+        witness: FileWitness | None,
+        compute: torch.dtype = torch.float32,
+    ) -> None:
         self.model = model
         self.witness = witness
-        # by the path of the module that is called: DBRX's weights stand in one inside it
+        self.compute = compute
         self.owners: dict[str, list[PlannedModule]] = {}
         for planned in plan.modules:
-            path = owner_path(planned)
-            called = path.rpartition(".")[0] if planned.module.base.flat else path
-            self.owners.setdefault(called, []).append(planned)
+            self.owners.setdefault(called_path(planned), []).append(planned)
         self.saved: dict[str, dict[str, torch.Tensor]] = {}
         self.unused = set(self.owners)
 
@@ -95,13 +101,14 @@ class Unsharded:
             own = dict(module.named_parameters())
             self.saved[path] = {name: parameter.data for name, parameter in own.items()}
             for parameter in own.values():
-                parameter.data = parameter.data.float()
+                parameter.data = parameter.data.to(self.compute)
             for planned in self.owners[path]:
                 if self.witness is None:
                     break
                 name = parameter_path(planned).removeprefix(path + ".")
-                own[name].data = merged_weight(self.saved[path][name], planned, self.witness)
-            return _cast(args, torch.float32), _cast(kwargs, torch.float32)
+                merged = merged_weight(self.saved[path][name], planned, self.witness)
+                own[name].data = merged.to(self.compute)
+            return _cast(args, self.compute), _cast(kwargs, self.compute)
 
         return hook
 
@@ -122,6 +129,12 @@ class Unsharded:
 def owner_path(planned: PlannedModule) -> str:
     """Return the path of the module whose parameter a delta adds to."""
     return planned.path.rpartition(".")[0] if planned.module.is_expert else planned.path
+
+
+def called_path(planned: PlannedModule) -> str:
+    """Return the path of the module that is called: DBRX's weights stand in one inside it."""
+    path = owner_path(planned)
+    return path.rpartition(".")[0] if planned.module.base.flat else path
 
 
 def parameter_path(planned: PlannedModule) -> str:
