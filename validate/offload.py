@@ -97,19 +97,24 @@ def _take_over(model: nn.Module, home: Home) -> None:
     from accelerate.hooks import remove_hook_from_submodules
 
     index = _offload_index(model)
-    found: dict[nn.Parameter, nn.Parameter] = {}
+    places: dict[
+        nn.Parameter, list[tuple[nn.Module, str, str]]
+    ] = {}  # several where weights are tied
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or parameter.device.type != "meta":
-                continue
-            if parameter not in found:
+            if parameter is not None and parameter.device.type == "meta":
                 whole = f"{path}.{name}" if path else name
-                entry = index[whole]
-                tensor = mapped(entry["safetensors_file"], entry["weight_name"])
-                if tensor.dtype != parameter.dtype:
-                    tensor = home.keep(whole, tensor.to(parameter.dtype))
-                found[parameter] = nn.Parameter(tensor, requires_grad=False)
-            module._parameters[name] = found[parameter]
+                places.setdefault(parameter, []).append((module, name, whole))
+    for parameter, own in places.items():
+        stored = next((whole for _, _, whole in own if whole in index), None)
+        if stored is None:
+            raise InputError(f"transformers left {own[0][2]} without a file")
+        tensor = mapped(index[stored]["safetensors_file"], index[stored]["weight_name"])
+        if tensor.dtype != parameter.dtype:
+            tensor = home.keep(stored, tensor.to(parameter.dtype))
+        found = nn.Parameter(tensor, requires_grad=False)
+        for module, name, _ in own:
+            module._parameters[name] = found
     remove_hook_from_submodules(model)
     for module in model.modules():  # what is left is the class's own, bound
         vars(module).pop("forward", None)

@@ -23,6 +23,7 @@ from moelora.validate.base_weights import load_weights
 from moelora.validate.memory_limit import MemoryLimit, out_of_memory, require_kept
 from moelora.validate.reference import logits_of
 from moelora.validate.streaming import Streamed, find_blocks, streamed
+from moelora.validate.tiny_models import tiny_base
 
 LIMIT = 500 * 2**10  # the tiny base has 857 KiB, its largest layer 389
 NAME = "base_model_name_or_path"
@@ -250,6 +251,30 @@ def test_a_full_disk_is_no_fault_of_the_base(
     with pytest.raises(CannotRunError, match="no room") as caught:
         verify(workshop.shards(adapter), adapter, max_gpu_memory=LIMIT, offload_folder=tmp_path)
     assert "--offload-folder" in caught.value.hint
+
+
+@pytest.mark.parametrize("stored", ["model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize("how", ["host", "disk", "random"])
+def test_tied_weights_stay_one(tmp_path: Path, how: str, stored: str) -> None:
+    """Embeddings and head, under whichever name the file has them."""
+    tiny_base("qwen3_moe", tmp_path / "base", tie_word_embeddings=True)
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    tensors[stored] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    base = load_base_model(str(tmp_path / "base"))
+    memory = MemoryLimit(LIMIT, folder=tmp_path if how == "disk" else None)
+    model = load_weights(base, random=how == "random", memory=memory, **FP32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    own = streamed(model)
+    assert own is not None
+    assert own.homes[model.lm_head.weight].isfinite().all()
+    tokens = torch.arange(16)[None]
+    logits = logits_of(model, tokens)
+    assert logits.isfinite().all()
+    if how != "random":
+        assert torch.equal(logits, logits_of(load_weights(base, random=False, **FP32), tokens))
 
 
 def test_a_missing_weight_is_refused_from_disk_too(workshop: Workshop, tmp_path: Path) -> None:
