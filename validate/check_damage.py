@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from moelora.slicing.plan import ShardPlan
 from moelora.validate.check_deltas import ModuleResult
+from moelora.validate.drive import ExpertDrive
 from moelora.validate.report import Finding, VerifyReport
 
 DEAD_SHARE = 1 / 16  # of a delta's outputs: fewer zero rows than this may be chance
@@ -51,13 +50,13 @@ def _dead(results: list[ModuleResult]) -> Iterator[Finding]:
     """Outputs that no input moves, in a delta that moves others."""
     for result in results:
         dead, total, units = 0, 0, 0
-        for unit, size in result.sizes.items():
-            if size == 0:
-                continue
-            still = result.drive.wanted(unit).abs().amax(0) == 0
-            count = int(torch.count_nonzero(still))
-            if count > DEAD_SHARE * still.numel():
-                dead, total, units = dead + count, total + still.numel(), units + 1
+        drive = result.drive
+        wanted = drive.known if isinstance(drive, ExpertDrive) else drive.wanted(0)[None]
+        outputs = wanted.shape[-1]
+        still = (wanted.abs().amax(1) == 0).sum(1).tolist()
+        for count, size in zip(still, result.sizes.values(), strict=False):
+            if size > 0 and count > DEAD_SHARE * outputs:
+                dead, total, units = dead + count, total + outputs, units + 1
         if units:
             where = result.planned.module.tensor_name("B")
             of = f" of {units} experts" if result.planned.module.is_expert else ""

@@ -183,7 +183,7 @@ def check_graph(report: VerifyReport, bench: Bench, deltas: Deltas) -> None:
     if bench.kernel_name != "triton":
         report.aside("deltas", "graph replay", f"not checked: the kernel is {bench.kernel_name}")
         return
-    last = drives[-1].planned.module.base.layer
+    last = max(drive.planned.module.base.layer or 0 for drive in drives)
     stages = [drive for drive in drives if drive.planned.module.base.layer == last]
     findings = []
     for rank in deltas.joins.tp_ranks:

@@ -101,7 +101,7 @@ def _compared(peft_model: nn.Module, plan: ShardPlan, witness: FileWitness) -> P
     for planned in plan.modules:
         # JetMoe's expert parameters are called weight, which PEFT leaves out of the name
         layer = layers.get(planned.path) or layers.get(planned.path.removesuffix(".weight"))
-        found = None if layer is None else _delta_of(layer, planned)
+        found = None if layer is None else _PeftDelta(layer, planned)
         difference, size = _disagreement(found, planned, witness, parameter.device)
         if found is None:
             if size > 0:
@@ -127,20 +127,45 @@ def lora_layers(peft_model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _delta_of(layer: Any, planned: PlannedModule) -> torch.Tensor:
-    """Return PEFT's delta as ``(out, in)``, for experts ``(num_experts, out, in)``."""
-    base = planned.module.base
-    with torch.no_grad():
-        delta: torch.Tensor = layer.get_delta_weight("default").detach()
-    if base.flat:
-        delta = delta.reshape(base.num_experts, -1, delta.shape[-1])
-    if base.transposed:
-        delta = delta.transpose(1, 2)
-    return delta.T if base.kind == "embedding" else delta
+class _PeftDelta:
+    """PEFT's delta as ``(1, out, in)``, for experts ``(num_experts, out, in)``, a few at a time.
+
+    For experts PEFT hands out the factors that its forward multiplies; their product for a whole
+    layer would be larger than everything else that is in memory beside the base.
+    """
+
+    def __init__(self, layer: Any, planned: PlannedModule) -> None:
+        self.base = planned.module.base
+        factors = getattr(layer, "get_delta_factors", None)
+        by_expert = self.base.kind == "expert" and not self.base.flat
+        self.factors: Any = None
+        with torch.no_grad():
+            if factors is not None and by_expert and layer.num_experts > 1:
+                self.factors = factors("default")
+            else:
+                self.whole = self._shaped(layer.get_delta_weight("default").detach())
+
+    def _shaped(self, delta: torch.Tensor) -> torch.Tensor:
+        if self.base.flat:
+            delta = delta.reshape(self.base.num_experts, -1, delta.shape[-1])
+        if self.base.transposed:
+            delta = delta.transpose(1, 2)
+        if self.base.kind == "embedding":
+            delta = delta.T
+        return delta if self.base.kind == "expert" else delta[None]
+
+    @torch.no_grad()
+    def part(self, first: int, count: int) -> torch.Tensor:
+        """Return the deltas of some experts."""
+        some = slice(first, first + count)
+        if self.factors is None:
+            return self.whole[some]
+        left, right, scaling = self.factors
+        return self._shaped(left[some].double() @ right[some].double() * scaling)
 
 
 def _disagreement(
-    found: torch.Tensor | None,
+    found: _PeftDelta | None,
     planned: PlannedModule,
     witness: FileWitness,
     device: torch.device,
@@ -157,12 +182,13 @@ def _disagreement(
     else:
         one = plain_delta(witness, planned.path, device)
         wanted = [] if one is None else [(0, one[None])]
-        found = None if found is None else found[None]
     difference, size = 0.0, 0.0
     for first, own in wanted:
-        size += float(own.square().sum())
+        size += float(torch.linalg.vector_norm(own)) ** 2
         if found is not None:
-            if found.shape[1:] != own.shape[1:]:
+            part = found.part(first, len(own))
+            if part.shape != own.shape:
                 return float("inf"), size**0.5
-            difference += float((found[first : first + len(own)].double() - own).square().sum())
+            apart = own.sub_(part)
+            difference += float(torch.linalg.vector_norm(apart)) ** 2
     return difference**0.5, size**0.5

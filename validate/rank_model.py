@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -103,12 +104,20 @@ def local_ids(
     topk_ids: torch.Tensor, expert_ids: tuple[int, ...], num_experts: int
 ) -> torch.Tensor:
     """Return ``topk_ids`` with global ids replaced by this rank's own, -1 for elsewhere."""
+    known = (topk_ids >= 0) & (topk_ids < num_experts)
+    place = torch.where(known, topk_ids, num_experts)
+    return _local_table(expert_ids, num_experts, topk_ids.device)[place]
+
+
+@lru_cache(maxsize=256)  # asked for in every call of every layer, and mostly the same
+def _local_table(
+    expert_ids: tuple[int, ...], num_experts: int, device: torch.device
+) -> torch.Tensor:
     table = torch.full((num_experts + 1,), -1, dtype=torch.int32)
     for local, expert in enumerate(expert_ids):
         if expert < num_experts:  # LongCat lists identity experts too, which hold no weights
             table[expert] = local
-    known = (topk_ids >= 0) & (topk_ids < num_experts)
-    return table.to(topk_ids.device)[torch.where(known, topk_ids, num_experts)]
+    return table.to(device)
 
 
 def served_ids(
@@ -122,15 +131,26 @@ def served_ids(
     expert_ids: the rank's own. replicas: for each of them (index, count) among the ranks that
     hold the same slice; token t is served by replica ``t % count``.
     """
+    known = (topk_ids >= 0) & (topk_ids < num_experts)
+    place = torch.where(known, topk_ids, num_experts).long()
+    tables = _replica_tables(expert_ids, replicas, num_experts, place.device)
+    index, count = tables[0][place], tables[1][place]
+    token = torch.arange(place.shape[0], device=place.device)[:, None]
+    return torch.where((count > 0) & (token % count.clamp(min=1) == index), topk_ids, -1)
+
+
+@lru_cache(maxsize=256)
+def _replica_tables(
+    expert_ids: tuple[int, ...],
+    replicas: tuple[tuple[int, int], ...],
+    num_experts: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
     index = torch.zeros(num_experts + 1, dtype=torch.long)
     count = torch.zeros(num_experts + 1, dtype=torch.long)
     for expert, (own, total) in zip(expert_ids, replicas, strict=True):
         index[expert], count[expert] = own, total
-    known = (topk_ids >= 0) & (topk_ids < num_experts)
-    place = torch.where(known, topk_ids, num_experts).long()
-    index, count = index.to(place.device)[place], count.to(place.device)[place]
-    token = torch.arange(place.shape[0], device=place.device)[:, None]
-    return torch.where((count > 0) & (token % count.clamp(min=1) == index), topk_ids, -1)
+    return index.to(device), count.to(device)
 
 
 def add_expert_deltas(

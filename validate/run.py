@@ -12,7 +12,7 @@ from moelora.slicing.errors import UsageError
 from moelora.validate.bench import Bench, Options, Progress, opened
 from moelora.validate.check_bytes import check_bytes
 from moelora.validate.check_damage import check_damage
-from moelora.validate.check_deltas import Deltas, add_rank_errors, check_deltas
+from moelora.validate.check_deltas import Deltas, ModuleResult, add_rank_errors, check_deltas
 from moelora.validate.check_forms import check_forms
 from moelora.validate.check_graph import check_graph
 from moelora.validate.check_logits import Limits, check_logits
@@ -21,6 +21,7 @@ from moelora.validate.reference import Reference
 from moelora.validate.report import VerifyReport
 from moelora.validate.streaming import streamed
 from moelora.validate.trace import first_difference
+from moelora.validate.warm_up import prepared
 
 
 def verify(
@@ -106,22 +107,13 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
 
     None when the shards fit so little that no logits could be computed.
     """
-    with bench.timed("bytes"):
-        check_bytes(report, bench.shards, bench.plan, bench.tensors, bench.metadata)
-    with bench.timed("deltas"):
-        deltas = bench.deltas()
-        results = check_deltas(
-            report, bench.shards, deltas, bench.tensors,
-            kernel=bench.kernel, keep=bench.options.rank_map,
-            progress=lambda done, total: bench.tell("deltas", done, total),
-        )  # fmt: skip
-        off = [result for result in results if bench.options.rank_map or result.wrong]
-        add_rank_errors(off, bench.joins)
-        modules = next(check for check in report.checks if check.name == "modules")
-        modules.numbers["rank_errors"] = {
-            result.planned.path: list(result.rank_errors.values()) for result in off
-        }
-    check_damage(report, bench.plan, results, strict=bench.options.strict)
+    with prepared(bench) as ahead:
+        with bench.timed("bytes"):
+            check_bytes(report, bench.shards, bench.plan, bench.tensors, bench.metadata)
+        with bench.timed("deltas"):
+            deltas = ahead.wait()
+            results = _deltas(report, bench, deltas)
+            check_damage(report, bench.plan, results, strict=bench.options.strict)
     with bench.timed("diagnosis"):
         report.diagnosis = diagnose(deltas, results)
     broken = [result.planned.path for result in results if not result.errors]
@@ -147,3 +139,19 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
     if own is not None:
         report.setting["base memory"] = own.describe()
     return Run(deltas, model, tokens, reference)
+
+
+def _deltas(report: VerifyReport, bench: Bench, deltas: Deltas) -> list[ModuleResult]:
+    """Run the deltas lens, with each rank's own error where it was asked for or something is off."""
+    results = check_deltas(
+        report, bench.shards, deltas, bench.tensors,
+        kernel=bench.kernel, keep=bench.options.rank_map,
+        progress=lambda done, total: bench.tell("deltas", done, total),
+    )  # fmt: skip
+    off = [result for result in results if bench.options.rank_map or result.wrong]
+    add_rank_errors(off, bench.joins)
+    modules = next(check for check in report.checks if check.name == "modules")
+    modules.numbers["rank_errors"] = {
+        result.planned.path: list(result.rank_errors.values()) for result in off
+    }
+    return results

@@ -100,14 +100,12 @@ class Unsharded:
             self.unused.discard(path)
             own = dict(module.named_parameters())
             self.saved[path] = {name: parameter.data for name, parameter in own.items()}
-            for parameter in own.values():
-                parameter.data = parameter.data.to(self.compute)
-            for planned in self.owners[path]:
-                if self.witness is None:
-                    break
-                name = parameter_path(planned).removeprefix(path + ".")
-                merged = merged_weight(self.saved[path][name], planned, self.witness)
-                own[name].data = merged.to(self.compute)
+            adapted = {parameter_path(p).removeprefix(path + "."): p for p in self.owners[path]}
+            for name, parameter in own.items():  # never two copies of a layer's experts
+                data = parameter.data
+                if name in adapted and self.witness is not None:
+                    data = merged_weight(data, adapted[name], self.witness)
+                parameter.data = data.to(self.compute)
             return _cast(args, self.compute), _cast(kwargs, self.compute)
 
         return hook

@@ -13,6 +13,7 @@ import torch
 from shard_sets import Workshop, verify
 
 from moelora import kernels
+from moelora.validate import warm_up
 from moelora.validate.bench import Bench, Options, opened
 from moelora.validate.check_forms import Form, check_forms, form_of
 from moelora.validate.check_graph import LayerCalls, replay_fault
@@ -134,6 +135,16 @@ def test_without_the_kernels_the_lines_say_so_and_the_set_passes(workshop: Works
     assert report.to_github()[0] == []
     report.checks[-1].outcome = "not_checked"
     assert report.verdict == "nothing_checked"  # what is needed still is
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_kernels_are_compiled_ahead(workshop: Workshop, family: str) -> None:
+    """Its failures are swallowed, so nothing else would notice that it stopped working."""
+    with bench_of(*made(workshop, family), "triton") as bench:
+        deltas = bench.deltas()
+        assert len(warm_up._one_layer(deltas)) == 2
+        warm_up._plain(bench, deltas)
+        warm_up._others(bench, deltas)
 
 
 def calls(tokens: int) -> LayerCalls:
