@@ -30,7 +30,7 @@ from shard_sets import Workshop
 from moelora.validate import VerifyReport, self_test, verify
 
 # layers that fit on one H200 beside what the check itself needs
-LAYERS = {"qwen3-30b": 48, "qwen3-next": 16, "gpt-oss": 10}
+LAYERS = {"qwen3-30b": 48, "qwen3-next": 12, "gpt-oss": 8}
 TINY: dict[str, dict[str, Any]] = {
     "qwen3-30b": {"hidden_size": 128, "moe_intermediate_size": 96, "num_experts": 16},
     "qwen3-next": {"hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 16},
@@ -62,7 +62,7 @@ def main() -> None:
         print(f"== {options.shape}, {layers} layers; adapter of {size / 2**30:.2f} GiB made in "
               f"{made - start:.1f} s, sharded in {cut - made:.1f} s", flush=True)  # fmt: skip
         given = {"device": options.device, "random_base": True, "tokens": options.tokens}
-        given |= {"kernel": options.kernel, "adapter": str(adapter)}
+        given |= {"kernel": options.kernel, "dtype": options.dtype, "adapter": str(adapter)}
         with _profiled(options.profile):
             if options.self_test:
                 result: Any = self_test(shards, **given, progress=_say, on_verified=_show)
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--self-test", action="store_true")
     parser.add_argument("--profile", type=Path, help="write where the CPU's time went to this file")
     parser.add_argument("--json", type=Path)
