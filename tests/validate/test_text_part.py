@@ -23,18 +23,25 @@ PARTS = {
     "llama4": ["vision_model", "multi_modal_projector"],
     "gemma4": ["model.vision_tower", "model.embed_vision"],
 }
+
+
+def leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
 WAYS: list[dict[str, Any]] = [{}, {"random_base": True}, {"max_gpu_memory": 10**7}]
 
 
 @pytest.mark.parametrize("family", PARTS)
 def test_the_report_names_what_is_left_out(workshop: Workshop, family: str) -> None:
     base = load_base_model(str(workshop.base(family)))
-    assert sorted(parts_left_out(base)) == sorted(PARTS[family])
+    parts = parts_left_out(base)  # under what depends on the version of transformers
+    assert {leaf(part) for part in parts} == {leaf(part) for part in PARTS[family]}
     adapter = workshop.adapter(family, "everything")
     report = verify(workshop.shards(adapter), adapter, tokens=16)
     assert report.exit_code == 0, report.to_text()
     said = next(note for note in report.notes if "more than its text model" in note)
-    assert all(part in said for part in PARTS[family])
+    assert all(part in said for part in parts)
     assert "more than its text model" in report.to_text()
 
 
