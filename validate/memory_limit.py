@@ -80,18 +80,26 @@ def out_of_memory(error: Exception, limit: int | None) -> CannotRunError:
     )
 
 
-def host_memory() -> int:
+# of a container: its limit and its use, by version of cgroups
+GROUPS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+
+def host_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes of host memory that are free, a container's own limit included."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    try:
-        most = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        # what is only cached counts as used there, and gives way
-        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used -= int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
-    except (OSError, ValueError):
-        return free
-    return free if most == "max" else min(free, int(most) - used)
+    for folder, (most, used) in zip((groups, groups / "memory"), GROUPS, strict=True):
+        try:
+            limit = (folder / most).read_text().strip()
+            fields = dict(
+                line.split() for line in (folder / "memory.stat").read_text().splitlines()
+            )
+            # what is only cached counts as used there, and gives way
+            cached = int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+            taken = int((folder / used).read_text()) - cached
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            free = min(free, int(limit) - taken)
+    return free

@@ -239,6 +239,26 @@ def test_files_take_over_where_the_host_is_too_small(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("folder", "most", "used"),
+    [
+        ("", "memory.max", "memory.current"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_a_containers_own_limit_counts(tmp_path: Path, folder: str, most: str, used: str) -> None:
+    """What it caches of files gives way, so it counts as free."""
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    (group / most).write_text("10000000\n")
+    (group / used).write_text("7000000\n")
+    (group / "memory.stat").write_text("active_file 1000000\ninactive_file 2000000\nanon 5\n")
+    assert memory_limit.host_memory(tmp_path) == 6_000_000
+    (group / most).write_text("max\n" if not folder else "9223372036854771712\n")
+    assert memory_limit.host_memory(tmp_path) > 100_000_000
+    assert memory_limit.host_memory(tmp_path / "none") > 100_000_000
+
+
 def test_a_full_disk_is_no_fault_of_the_base(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
