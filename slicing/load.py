@@ -47,7 +47,7 @@ def load_tensors(
                 f"{path}: {file.size} bytes, the manifest says {size}",
                 hint="the file is damaged or cut short: copy it again or shard again",
             )
-        _check_dtypes(path, file)
+        check_dtypes(path, file)
         data = torch.empty(file.size - file.data_start, dtype=torch.uint8, device=where)
         _fill(file, data)
         tensors = {
@@ -59,7 +59,8 @@ def load_tensors(
         file.close()
 
 
-def _check_dtypes(path: Path, file: TensorFile) -> None:
+def check_dtypes(path: Path, file: TensorFile) -> None:
+    """Raise InputError for a tensor of a dtype that no rank file of moelora has."""
     for name, info in file.tensors.items():
         if info.dtype not in torch_dtypes():
             raise InputError(

@@ -13,12 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moelora.slicing.errors import OutputError
-
-if TYPE_CHECKING:
-    import torch
 
 # What moelora writes: --force must not take a training run's folder along with its adapter.
 _OWN_FILES = re.compile(
@@ -129,31 +125,6 @@ def _stem(target: Path) -> str:
         return target.name
     digest = hashlib.sha256(raw).hexdigest()[:16]
     return f"{raw[:150].decode('ascii', 'ignore')}~{digest}"
-
-
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file and flush it to disk.
-
-    Raises:
-        OSError: as any write does; the library says it in words of its own.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        str(path).encode()
-    except UnicodeEncodeError as error:  # the library takes no such path
-        raise OSError(errno.EILSEQ, "the path is not UTF-8") from error
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        told = re.search(r"\(os error (\d+)\)", str(error))
-        if told is None:
-            raise
-        number = int(told[1])
-        raise OSError(number, os.strerror(number)) from error
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def check_target(target: Path, *, marker: str, force: bool) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from math import prod
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from moelora.slicing.manifest import file_metadata
-from moelora.slicing.plan import DTYPE_BYTES, ShardPlan
+from moelora.slicing.plan import ShardPlan
+from moelora.slicing.tensor_writer import header_bytes
 
 Written = tuple[str, int]  # sha256 and size of a file
 
 # So much of a file is written before the kernel is asked to bring it to the disk: flushing at the
 # end alone would leave the disk idle until then, and the processor after.
-FLUSH_BYTES = 8 << 20
+FLUSH_BYTES = 16 << 20
 
 
 class RankWriter:
@@ -27,9 +26,8 @@ class RankWriter:
         self.bytes = 0
         self._flushed = 0
         self._hash = hashlib.sha256()
-        header = _header(plan, tp_rank)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self.put(memoryview(len(header).to_bytes(8, "little") + header))
+        self.put(memoryview(_header(plan, tp_rank)))
 
     def put(self, data: memoryview) -> None:
         """Append bytes."""
@@ -44,7 +42,9 @@ class RankWriter:
         # Linux starts to write out what is dirty here, and returns at once. It forgets only what
         # is on the disk already, of these bytes nothing: the file stays in the page cache.
         size = self.bytes - self._flushed
-        os.posix_fadvise(self._file, self._flushed, size, os.POSIX_FADV_DONTNEED)
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # advice: what is wrong with the disk the next write says
+                os.posix_fadvise(self._file, self._flushed, size, os.POSIX_FADV_DONTNEED)
         self._flushed = self.bytes
 
     def finish(self) -> Written:
@@ -57,14 +57,9 @@ class RankWriter:
 
 
 def _header(plan: ShardPlan, tp_rank: int) -> bytes:
-    header: dict[str, Any] = {"__metadata__": file_metadata(plan, tp_rank)}
     coords = plan.layout.coords(tp_rank)
-    offset = 0
-    for name, planned, letter, factor in plan.factors():
-        shape = planned.slice_of(letter, plan.layout, coords).shape
-        dtype = plan.out_dtype(factor)
-        end = offset + prod(shape) * DTYPE_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)  # safetensors wants the data 8-byte aligned
+    tensors = {
+        name: (plan.out_dtype(factor), planned.slice_of(letter, plan.layout, coords).shape)
+        for name, planned, letter, factor in plan.factors()
+    }
+    return header_bytes(tensors, file_metadata(plan, tp_rank))[0]

@@ -19,7 +19,7 @@ from moelora.slicing.read import ShardSet
 if TYPE_CHECKING:
     import torch
 
-    from moelora.slicing.unshard import Row
+    from moelora.slicing.restore_rows import Row
 
 Tensors = dict[str, "torch.Tensor"]
 Config = dict[str, Any]

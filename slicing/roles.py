@@ -192,22 +192,19 @@ def put(
     expert_ids: list[int] | None,
 ) -> None:
     """Write a rank's part back to where ``take`` took it from."""
-    import torch
-
-    ids = range(full.shape[0]) if expert_ids is None else expert_ids
-    rows = torch.tensor(list(ids), dtype=torch.long)
+    rows: slice | list[int] = slice(None)
+    if expert_ids is not None and dim != 0:
+        first, count = min(expert_ids, default=0), len(expert_ids)
+        run = expert_ids == list(range(first, first + count))  # many times faster as a slice
+        rows = slice(first, first + count) if run else expert_ids
     if dim is None:
         full[rows] = part
-    elif dim == 0:
-        where = [row for start, stop in ranges for row in range(start, stop)]
-        full[torch.tensor(where, dtype=torch.long)] = part
-    else:
-        offset = 0
-        for start, stop in ranges:
-            size = stop - start
-            view = full.narrow(dim, start, size)
-            view[rows] = part.narrow(dim, offset, size)
-            offset += size
+        return
+    offset = 0
+    for start, stop in ranges:
+        size = stop - start
+        full.narrow(dim, start, size)[rows] = part.narrow(dim, offset, size)
+        offset += size
 
 
 def part_shape(

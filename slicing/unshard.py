@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelora.slicing.adapter import CONFIG_NAME, WEIGHTS_NAME
 from moelora.slicing.bounded_json import read_json_object, to_json_bytes
-from moelora.slicing.errors import Fault, FaultsError, InputError, UsageError
-from moelora.slicing.join import join_shards
-from moelora.slicing.lora import Box, slices, torch_dtypes, widest
+from moelora.slicing.errors import Fault, FaultsError, UsageError
+from moelora.slicing.header import DTYPE_SIZES
+from moelora.slicing.join import join_each
+from moelora.slicing.lora import slices, torch_dtypes, widest
 from moelora.slicing.manifest import MANIFEST_NAME, described_hash
 from moelora.slicing.manifest_checks import WRONG_KIND
-from moelora.slicing.output_folder import save_tensors, sync_folder, whole_folder, write_synced
+from moelora.slicing.output_folder import sync_folder, whole_folder, write_synced
 from moelora.slicing.plan import DTYPE_FLAGS
+from moelora.slicing.rank_tensors import RankTensors
 from moelora.slicing.read import ShardSet
+from moelora.slicing.restore_rows import Row, expand_rows, no_way_back
+from moelora.slicing.tensor_writer import Shape, TensorWriter
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +67,9 @@ def unshard(
     """Write the PEFT adapter that a shard set was made from.
 
     target_layout: ``source`` gives back the source's own keys and, unless ``--dtype`` cast
-        them, its own bits. ``per_expert`` and ``target_parameters`` write the routed experts
-        in that layout; other modules keep their source's keys.
+        them, its own bits, one factor after the other in little memory. ``per_expert`` and
+        ``target_parameters`` write the routed experts in that layout; other modules keep their
+        source's keys. These two hold the whole adapter in memory.
 
     Raises:
         InputError: not a shard set, or damaged; FaultsError lists what does not fit.
@@ -70,155 +78,149 @@ def unshard(
     if target_layout not in TARGET_LAYOUTS:
         raise UsageError(f"--target-layout must be one of {TARGET_LAYOUTS}, got {target_layout!r}")
     opened = ShardSet.open(shards)
-    damage = opened.damaged_files()
-    if damage:
-        raise FaultsError(str(shards), damage, hint="copy the set again or shard again")
-    full = _join(opened)
+    if damage := opened.damaged_files():
+        raise FaultsError(str(shards), damage, hint=_AGAIN)
     rows = expand_rows(opened)
-    lossy = _lossy(opened, full, rows)
     config, config_bytes = read_json_object(opened.folder / CONFIG_NAME, hint=_AGAIN)
-    try:
-        tensors = source_tensors(full, rows)
-    except (*WRONG_KIND, RuntimeError) as error:  # torch: shapes that do not fit
-        raise _no_way_back(opened, error) from error
-    if target_layout != "source":
-        from moelora.slicing.relayout import relayout
-
-        tensors, config = relayout(opened, full, tensors, rows, config, target_layout)
-        config_bytes = to_json_bytes(config, indent=2)
-    with whole_folder(out_dir, marker=WEIGHTS_NAME, force=force) as folder:
-        save_tensors(tensors, folder / WEIGHTS_NAME)
-        write_synced(folder / CONFIG_NAME, config_bytes)
-        sync_folder(folder)
-    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(closing(one)) for one in _open_ranks(opened)]
+        lossy, wrong = _lossy(opened, ranks[0].dtypes, rows)
+        factors = _joined(opened, ranks, wrong)
+        tensors: Iterable[tuple[str, torch.Tensor]]
+        if target_layout == "source":
+            tensors = source_tensors(opened, factors, rows)
+            shapes = _source_shapes(ranks[0].dtypes, rows)
+        else:
+            found, config = _relaid(opened, dict(factors), rows, config, target_layout)
+            config_bytes = to_json_bytes(config, indent=2)
+            names = {dtype: name for name, dtype in torch_dtypes().items()}
+            tensors = found.items()
+            shapes = {key: (names[t.dtype], tuple(t.shape)) for key, t in found.items()}
+        with whole_folder(out_dir, marker=WEIGHTS_NAME, force=force) as folder:
+            with closing(TensorWriter(folder / WEIGHTS_NAME, shapes)) as writer:
+                for key, tensor in tensors:
+                    writer.put(key, tensor)
+                writer.finish()
+            for one in ranks:
+                one.check_unchanged()
+            write_synced(folder / CONFIG_NAME, config_bytes)
+            sync_folder(folder)
+    size = sum(prod(shape) * DTYPE_SIZES[dtype] for dtype, shape in shapes.values())
     warnings = tuple(f"the set was cast: {text}" for text in lossy)
     exact = target_layout == "source" and not lossy
-    return UnshardReport(out_dir, len(tensors), size, target_layout, exact, warnings)
+    return UnshardReport(out_dir, len(shapes), size, target_layout, exact, warnings)
 
 
 _AGAIN = "copy the set again or shard again"
 
 
-def _join(shards: ShardSet) -> Tensors:
-    """Return every factor in its full shape.
+def _open_ranks(shards: ShardSet) -> Iterator[RankTensors]:
+    for rank in range(shards.layout.tp_size):
+        yield RankTensors(shards.rank_path(rank))
+
+
+def _relaid(
+    shards: ShardSet, full: Tensors, rows: list[Row], config: dict[str, Any], target_layout: str
+) -> tuple[Tensors, dict[str, Any]]:
+    from moelora.slicing.relayout import relayout
+
+    source = dict(source_tensors(shards, full.items(), rows))
+    return relayout(shards, full, source, rows, config, target_layout)
+
+
+def _joined(
+    shards: ShardSet, ranks: list[RankTensors], wrong: list[Fault]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every factor in its full shape, until one does not fit; then look for more of those.
+
+    wrong: what is known to be wrong already, said where nothing else is.
 
     Raises:
         FaultsError: a file of another rank, or parts that do not fit.
     """
     faults: list[Fault] = []
-    ranks: list[Tensors] = []
-    for rank in range(shards.layout.tp_size):
-        tensors, metadata = shards.load(rank)
-        faults += shards.header_faults(rank, metadata)
-        ranks.append(tensors)
+    for rank, tensors in enumerate(ranks):
+        faults += shards.header_faults(rank, tensors.metadata)
     if not faults:
-        joined = join_shards(shards, ranks)
-        faults = joined.faults
+        for name, tensor in join_each(shards, ranks, faults):
+            if not faults and not wrong:
+                yield name, tensor
         if described_hash(shards.body) != shards.body["restore"].get("described_sha256"):
             message = "modules, parallel or expert_ids are not as they were written"
             faults.append(Fault("manifest", MANIFEST_NAME, message))
-    if faults:
-        raise FaultsError(str(shards.folder), faults, hint="shard the adapter again")
-    return joined.tensors
+    if faults or wrong:
+        raise FaultsError(str(shards.folder), faults or wrong, hint="shard the adapter again")
 
 
-def _lossy(shards: ShardSet, full: Tensors, rows: list[Row]) -> list[str]:
-    """Return a line for each dtype of the source that the rank files hold with fewer bits.
-
-    Raises:
-        FaultsError: a tensor has another dtype than the manifest says.
-    """
+def _lossy(
+    shards: ShardSet, dtypes: dict[str, str], rows: list[Row]
+) -> tuple[list[str], list[Fault]]:
+    """Return a line for each dtype of the source that the rank files hold with fewer bits, and a
+    fault for each tensor of another dtype than the manifest says."""
     sources: dict[str, set[str]] = {}
     for row in rows:
         sources.setdefault(row.tensor, set()).add(row.dtype)
     cast = DTYPE_FLAGS.get(str(shards.body["restore"].get("dtype")))
-    names = {dtype: name for name, dtype in torch_dtypes().items()}
     faults, lossy = [], set()
     for tensor, found in sorted(sources.items()):
-        if tensor not in full:  # said when its values are looked for
+        if tensor not in dtypes:  # said when its values are looked for
             continue
-        have, want = names[full[tensor].dtype], cast or widest(sorted(found))
+        have, want = dtypes[tensor], cast or widest(sorted(found))
         if have != want:
             message = f"dtype {have}, the manifest says {want}"
             faults.append(Fault("dtype", tensor, message))
         lossy |= {(one, have) for one in found if widest([one, have]) != have}
-    if faults:
-        raise FaultsError(str(shards.folder), faults, hint="shard the adapter again")
-    return [f"{one} values hold the bits that {have} kept" for one, have in sorted(lossy)]
+    return [f"{one} values hold the bits that {have} kept" for one, have in sorted(lossy)], faults
 
 
-@dataclass(frozen=True)
-class Row:
-    """Where one source tensor's values stand: ``tensor[at]`` is ``source`` seen through
-    ``view``, ``permute`` and ``src`` (see ``lora.Piece``)."""
-
-    tensor: str
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    view: tuple[int, ...]
-    permute: tuple[int, ...]
-    at: Box
-    src: Box | None
+def _source_dtype(have: str, row: Row) -> str:
+    """Return a source tensor's dtype. A cast is kept: there is no way back to the source's bits."""
+    return have if DTYPE_SIZES[have] < DTYPE_SIZES[row.dtype] else row.dtype
 
 
-def expand_rows(shards: ShardSet) -> list[Row]:
-    """Return the manifest's ``restore`` rows, one per source tensor and place.
+def _source_shapes(dtypes: dict[str, str], rows: list[Row]) -> dict[str, tuple[str, Shape]]:
+    shapes: dict[str, tuple[str, Shape]] = {}
+    for row in rows:
+        have = dtypes.get(row.tensor, row.dtype)  # where it has none, nothing will be written
+        shapes.setdefault(row.key, (_source_dtype(have, row), row.shape))
+    return shapes
+
+
+def source_tensors(
+    shards: ShardSet, factors: Iterable[tuple[str, torch.Tensor]], rows: list[Row]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the source's tensors by their own keys, each when all of its factors have been seen.
 
     Raises:
-        InputError: the manifest has none, or they are not usable.
+        InputError: the rows do not fit the factors.
     """
-    try:
-        return list(_rows(shards.body["restore"]["tensors"]))
-    except WRONG_KIND as error:
-        raise _no_way_back(shards, error) from error
-
-
-def _no_way_back(shards: ShardSet, error: Exception) -> InputError:
-    return InputError(
-        f"{shards.folder}: the manifest does not say where the source's tensors went ({error!r})",
-        hint="shard the adapter again with this moelora",
-    )
-
-
-def _rows(entries: list[dict[str, Any]]) -> Iterator[Row]:
-    def box(ranges: list[list[int]]) -> Box:
-        return tuple((start, stop, step) for start, stop, step in ranges)
-
-    for entry in entries:
-        row = Row(
-            entry["tensor"],
-            entry["key"],
-            entry["dtype"],
-            tuple(entry["shape"]),
-            tuple(entry["view"]),
-            tuple(entry["permute"]),
-            box(entry["at"]),
-            box(entry["src"]) if "src" in entry else None,
-        )
-        texts = isinstance(row.key, str) and isinstance(row.tensor, str)
-        if not texts or row.dtype not in torch_dtypes():
-            raise ValueError(f"tensor {row.tensor!r}, key {row.key!r}, dtype {row.dtype!r}")
-        if "experts" not in entry:
-            yield row
-        for expert in entry.get("experts", []):
-            at = ((expert, expert + 1, 1), *row.at)
-            yield replace(row, key=row.key.replace("{e}", str(expert)), at=at)
-
-
-def source_tensors(full: Tensors, rows: list[Row]) -> Tensors:
-    """Return the source's tensors by their own keys, taken out of the joined factors."""
     import torch
 
-    found: Tensors = {}
+    of_factor: dict[str, list[Row]] = {}
     for row in rows:
-        part = full[row.tensor][slices(row.at)]
-        cast = torch_dtypes()[row.dtype]
-        # a cast with --dtype is kept: there is no way back to the source's bits
-        dtype = part.dtype if part.dtype.itemsize < cast.itemsize else cast
-        tensor = found.setdefault(row.key, torch.zeros(row.shape, dtype=dtype))
-        seen = tensor.view(row.view).permute(row.permute)
-        if row.src is None and seen.shape[0] == 1:
-            part = part[:1]  # written out for every expert
-        (seen if row.src is None else seen[slices(row.src)]).copy_(part)
-    return found
+        of_factor.setdefault(row.tensor, []).append(row)
+    missing = Counter(row.key for row in rows)
+    found: Tensors = {}
+    names = {dtype: name for name, dtype in torch_dtypes().items()}
+    for name, full in factors:
+        for row in of_factor.pop(name, ()):
+            try:
+                dtype = torch_dtypes()[_source_dtype(names[full.dtype], row)]
+                if row.key not in found:
+                    found[row.key] = torch.zeros(row.shape, dtype=dtype)
+                _fill(found[row.key], row, full)
+            except (*WRONG_KIND, RuntimeError) as error:  # torch: shapes that do not fit
+                raise no_way_back(shards, error) from error
+            missing[row.key] -= 1
+            if not missing[row.key]:
+                yield row.key, found.pop(row.key)
+    if of_factor:
+        raise no_way_back(shards, KeyError(*sorted(of_factor)[:1]))
+
+
+def _fill(tensor: torch.Tensor, row: Row, full: torch.Tensor) -> None:
+    part = full[slices(row.at)]
+    seen = tensor.view(row.view).permute(row.permute)
+    if row.src is None and seen.shape[0] == 1:
+        part = part[:1]  # written out for every expert
+    (seen if row.src is None else seen[slices(row.src)]).copy_(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from made_adapters import (
     weights,
 )
 
-from moelora.slicing.errors import OutputError, UsageError
+from moelora.slicing.errors import InputError, OutputError, UsageError
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
+from moelora.slicing.manifest import restore_hash
 from moelora.slicing.plan import plan_shards
+from moelora.slicing.rank_tensors import RankTensors
+from moelora.slicing.tensor_writer import TensorWriter
 from moelora.slicing.unshard import unshard
 from moelora.slicing.write import write_shards
 
@@ -192,3 +196,49 @@ def test_same_bytes_twice(tiny: dict[str, Tiny], tmp_path: Path) -> None:
             one, two = (tmp_path / out / layout / name for out in ("one", "two"))
             assert one.read_bytes() == two.read_bytes()
         json.loads(one.with_name("adapter_config.json").read_text())
+
+
+def test_one_factor_after_the_other(
+    tiny: dict[str, Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor is written before the next module's factors are read: memory stays small."""
+    tiny["mixtral"].shard(tmp_path / "shards", ParallelLayout(4, 2), "per_expert")
+    events: list[str] = []
+    read, put = RankTensors.__getitem__, TensorWriter.put
+    monkeypatch.setattr(
+        RankTensors, "__getitem__", lambda self, name: [events.append("read"), read(self, name)][1]
+    )
+    monkeypatch.setattr(
+        TensorWriter, "put", lambda self, *one: [events.append("put"), put(self, *one)][1]
+    )
+    unshard(tmp_path / "shards", tmp_path / "back")
+    assert same_bits(weights(tmp_path / "back"), weights(tiny["mixtral"].adapters["per_expert"]))
+    runs = [name for name, _ in itertools.groupby(events)]
+    modules = len(json.loads((tmp_path / "shards" / "moelora.json").read_text())["modules"])
+    assert runs == ["read", "put"] * (2 * modules)
+
+
+BAD_ROWS: list[tuple[str, Any]] = [
+    ("shape", [-1, 4]),
+    ("shape", [True, 4]),
+    ("shape", [10**15, 4]),
+    ("key", "\ud800"),
+    ("key", "__metadata__"),
+    ("tensor", "model.norm.lora_A.weight"),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_ROWS, ids=repr)
+def test_rows_that_fit_nothing(
+    field: str, value: Any, tiny: dict[str, Tiny], tmp_path: Path
+) -> None:
+    """Refused whatever the hashes say: whoever edits the rows can compute those too."""
+    tiny["mixtral"].shard(tmp_path / "shards", ParallelLayout(2), "target_parameters")
+    path = tmp_path / "shards" / "moelora.json"
+    body = json.loads(path.read_text())
+    body["restore"]["tensors"][0][field] = value
+    body["restore"]["sha256"] = restore_hash(body["restore"])
+    path.write_text(json.dumps(body))
+    with pytest.raises(InputError):
+        unshard(tmp_path / "shards", tmp_path / "back")
+    assert [one.name for one in tmp_path.iterdir()] == ["shards"]

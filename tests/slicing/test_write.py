@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from made_adapters import PREFIX, Tiny, counted, expert_pairs, open_small, pair
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from moelora.slicing import pour, rank_writer
 from moelora.slicing.adapter import sha256_of
 from moelora.slicing.errors import InputError, OutputError
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
@@ -207,3 +211,34 @@ def test_report(tiny: dict[str, Tiny], tmp_path: Path) -> None:
         path = tmp_path / "out" / rank["file"]
         assert (rank["sha256"], rank["bytes"]) == (sha256_of(path), path.stat().st_size)
         assert rank["file"] in report.to_text()
+
+
+def test_files_are_flushed_while_they_are_written(
+    tiny: dict[str, Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte once and in order; and a file system that takes no advice is none the worse."""
+    asked: dict[int, list[tuple[int, int]]] = {}
+
+    def refuse(handle: int, start: int, size: int, advice: int) -> None:
+        asked.setdefault(handle, []).append((start, size))
+        raise OSError(errno.EINVAL, "no advice here")
+
+    monkeypatch.setattr(rank_writer, "FLUSH_BYTES", 1)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    tiny["mixtral"].shard(tmp_path / "out", ParallelLayout(2))
+    sizes = sorted(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
+    for parts in asked.values():
+        assert all(a[0] + a[1] == b[0] for a, b in itertools.pairwise(parts))
+    assert sorted(parts[-1][0] + parts[-1][1] for parts in asked.values()) == sizes
+
+
+def test_readers_are_made_once_for_all_threads(
+    tiny: dict[str, Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    real = pour.FactorReader
+    monkeypatch.setattr(pour, "FactorReader", lambda *one: [made.append(one), real(*one)][1])
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    plan = tiny["mixtral"].plan(ParallelLayout(4), "per_expert")
+    write_shards(plan, tmp_path / "out")
+    assert len(made) == len(list(plan.factors()))

@@ -1,0 +1,53 @@
+"""A rank's tensors, each read when it is asked for: a set's files together may outgrow memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moelora.slicing.load import check_dtypes
+from moelora.slicing.lora import torch_dtypes
+from moelora.slicing.tensor_file import TensorFile
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RankTensors(Mapping[str, "torch.Tensor"]):
+    """The tensors of a rank's file by name.
+
+    Raises:
+        InputError: the file is missing or not readable as safetensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = TensorFile(path)
+        try:
+            check_dtypes(path, self._file)
+        except BaseException:
+            self.close()
+            raise
+        self.metadata = self._file.metadata
+        self.dtypes = {name: info.dtype for name, info in self._file.tensors.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        import torch
+
+        info = self._file.tensors[name]
+        values = torch.empty(info.size, dtype=torch.uint8)
+        self._file.read_tensor(info, 0, values.numpy().data)
+        return values.view(torch_dtypes()[info.dtype]).reshape(info.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.tensors)
+
+    def __len__(self) -> int:
+        return len(self._file.tensors)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the file was changed since it was opened."""
+        self._file.check_unchanged()
+
+    def close(self) -> None:
+        self._file.close()
