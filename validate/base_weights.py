@@ -15,7 +15,8 @@ from moelora.slicing.errors import CannotRunError, InputError, MoeloraError
 from moelora.slicing.meta_model import model_class
 from moelora.slicing.source import fetch_base_weights
 from moelora.validate.device import is_out_of_memory
-from moelora.validate.offload import Home, MemoryLimit, disk_full, home_for, load_home, random_home
+from moelora.validate.memory_limit import MemoryLimit, out_of_memory
+from moelora.validate.offload import Home, disk_full, home_for, load_home, random_home
 from moelora.validate.quantised_base import check_files, dequantised, quantised
 from moelora.validate.streaming import Streamed
 
@@ -51,6 +52,8 @@ def load_weights(
         except MoeloraError:
             raise
         except Exception as error:  # what transformers raises on a wrong file has no common class
+            if memory is not None and is_out_of_memory(error):
+                raise out_of_memory(error, memory.limit) from error
             raise _explained(error, base, home, device) from error
         if home is not None:
             Streamed(model, device, home.name)

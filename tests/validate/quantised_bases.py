@@ -11,6 +11,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from moelora.slicing.adapter import Adapter
+from moelora.slicing.base_model import load_base_model
+from moelora.slicing.layout import ParallelLayout
+from moelora.slicing.plan import plan_shards
+from moelora.slicing.write import write_shards
+from moelora.validate.tiny_models import tiny_adapter, tiny_base, tiny_full_adapter
+
 Tensors = dict[str, torch.Tensor]
 FP8 = torch.float8_e4m3fn
 # e2m1: sign, two bits of exponent, one of mantissa
@@ -122,3 +129,31 @@ def fp8_values(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int
 def tensor_of(folder: Path, key: str) -> torch.Tensor:
     with safe_open(str(folder / "model.safetensors"), "pt") as opened:
         return opened.get_tensor(key)
+
+
+def make_bases(root: Path) -> dict[str, Path]:
+    """A quantised base by method, and the plain ones they were made of."""
+    tiny_base("qwen3_moe", root / "qwen3_moe")
+    tiny_base("gpt_oss", root / "gpt_oss", hidden_size=64, intermediate_size=32)
+    return {
+        "qwen3_moe": root / "qwen3_moe",
+        "gpt_oss": root / "gpt_oss",
+        "fp8": fp8_base(root / "qwen3_moe", root / "fp8"),
+        "mxfp4": mxfp4_base(root / "gpt_oss", root / "mxfp4"),
+    }
+
+
+def shard_set(bases: dict[str, Path], method: str, root: Path) -> tuple[Path, Path]:
+    """Return a shard set and its adapter, made for the quantised base."""
+    adapter, shards = root / "adapter", root / "shards"
+    if method == "fp8":
+        tiny_adapter(bases["qwen3_moe"], adapter)
+    else:
+        tiny_full_adapter(bases["gpt_oss"], adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(bases[method])
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with Adapter.open(str(adapter)) as source:
+        plan = plan_shards(source, load_base_model(str(bases[method])), ParallelLayout(4, 2))
+        write_shards(plan, shards)
+    return shards, adapter

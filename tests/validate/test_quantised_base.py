@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -11,21 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_bases import Tensors, fp8_base, fp8_values, mxfp4_base, mxfp4_values, rewrite
+from quantised_bases import (
+    Tensors,
+    fp8_base,
+    fp8_values,
+    make_bases,
+    mxfp4_values,
+    rewrite,
+    shard_set,
+)
 from safetensors.torch import load_file, save_file
 from shard_sets import Workshop, verify
 
-from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import load_base_model
 from moelora.slicing.errors import InputError
-from moelora.slicing.layout import ParallelLayout
-from moelora.slicing.plan import plan_shards
-from moelora.slicing.write import write_shards
 from moelora.validate import quantised_base
 from moelora.validate.base_weights import load_weights
 from moelora.validate.memory_limit import MemoryLimit
 from moelora.validate.streaming import streamed
-from moelora.validate.tiny_models import tiny_adapter, tiny_base, tiny_full_adapter
 
 FP32: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "random": False, "seed": 0}
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -34,32 +36,7 @@ DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A quantised base by method, and the plain ones they were made of."""
-    root = tmp_path_factory.mktemp("quantised")
-    tiny_base("qwen3_moe", root / "qwen3_moe")
-    tiny_base("gpt_oss", root / "gpt_oss", hidden_size=64, intermediate_size=32)
-    return {
-        "qwen3_moe": root / "qwen3_moe",
-        "gpt_oss": root / "gpt_oss",
-        "fp8": fp8_base(root / "qwen3_moe", root / "fp8"),
-        "mxfp4": mxfp4_base(root / "gpt_oss", root / "mxfp4"),
-    }
-
-
-def shard_set(bases: dict[str, Path], method: str, root: Path) -> tuple[Path, Path]:
-    """Return a shard set and its adapter, made for the quantised base."""
-    adapter, shards = root / "adapter", root / "shards"
-    if method == "fp8":
-        tiny_adapter(bases["qwen3_moe"], adapter)
-    else:
-        tiny_full_adapter(bases["gpt_oss"], adapter)
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = str(bases[method])
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    with Adapter.open(str(adapter)) as source:
-        plan = plan_shards(source, load_base_model(str(bases[method])), ParallelLayout(4, 2))
-        write_shards(plan, shards)
-    return shards, adapter
+    return make_bases(tmp_path_factory.mktemp("quantised"))
 
 
 @pytest.mark.parametrize("where", ["at once", "from host memory", "from files on disk"])
