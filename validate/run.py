@@ -56,8 +56,7 @@ def verify(
     strict: signs that the adapter itself is damaged fail the check; else they are warnings.
     rank_map: work out every rank's own error for the HTML report, not only where it is wrong.
     progress: called with a step's name, how much of it is done, and of how much.
-    max_gpu_memory: bytes; a base that is larger is streamed layer by layer. On a CPU it limits
-    the base's weights that are in use at a time.
+    max_gpu_memory: bytes; a larger base is streamed layer by layer. On a CPU: of its weights in use.
     offload_folder: where streamed weights are kept in files, in place of host memory.
     max_kl, floor_factor: limits of the logits check, see ``check_logits.Limits``.
 
