@@ -1,6 +1,6 @@
 """What the comparison with other engines leaves out, on the GPU at hand:
 
-    python tests/bench/bench_moe_lora.py [--ranks 16 64]
+    python tests/bench/bench_moe_lora.py [--ranks 16 64] [--tokens 16 64]
 
 - Expert parallelism: a rank's call, most ids -1, against the same local pairs without the rest.
 - The host's time for an eager call of both stages and the routing.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moelora.kernels import allocate_workspace, build_routing, fused_moe_lora
+from moelora.kernels import MoeLoraWorkspace, allocate_workspace, build_routing, fused_moe_lora
 
 DEVICE = "cuda"
 
@@ -60,7 +60,6 @@ class Weights:
             torch.ones(adapters, 1, 1, device=DEVICE),
         )
 
-    @property
     def group_elements(self) -> int:
         factors = self.a_gate_up, self.b_gate_up, self.a_down, self.b_down
         return sum(f.shape[2] * f.shape[3] for f in factors)
@@ -105,21 +104,20 @@ def without_the_rest(m: Model, batch: Batch) -> Batch:
 
 def call(m: Model, w: Weights, experts: int) -> Callable[[Batch], None]:
     """Return a function that runs routing and both stages. experts: of all ranks."""
-    workspaces = {}
+    adapters, r = len(w.scaling), w.a_down.shape[2]
+    sizes = {"num_adapters": adapters, "num_local_experts": m.local_experts}
+    hints = {"num_global_experts": experts, "rank": r, "group_elements": w.group_elements()}
+    workspaces: dict[torch.Size, MoeLoraWorkspace] = {}
 
     def run(b: Batch) -> None:
-        size = (*b.ids.shape, w.a_down.shape[2])
-        if size not in workspaces:
-            workspaces[size] = allocate_workspace(
-                num_tokens=size[0], top_k=size[1], num_adapters=len(w.scaling),
-                num_local_experts=m.local_experts, columns=2 * size[2], device=DEVICE,
+        workspace = workspaces.get(b.ids.shape)
+        if workspace is None:
+            workspace = workspaces[b.ids.shape] = allocate_workspace(
+                num_tokens=b.ids.shape[0], top_k=b.ids.shape[1], columns=2 * r, device=DEVICE,
+                **sizes,
             )  # fmt: skip
-        common = {"scaling": w.scaling, "workspace": workspaces[size]}
-        routing = build_routing(
-            b.ids, b.slots, num_adapters=len(w.scaling), num_local_experts=m.local_experts,
-            num_global_experts=experts, rank=size[2], group_elements=w.group_elements,
-            workspace=workspaces[size],
-        )  # fmt: skip
+        common = {"scaling": w.scaling, "workspace": workspace}
+        routing = build_routing(b.ids, b.slots, workspace=workspace, **sizes, **hints)
         fused_moe_lora(
             b.gate_up, b.x, w.a_gate_up, w.b_gate_up, b.ids, b.slots, a_slices=2, routing=routing,
             **common,
@@ -154,13 +152,13 @@ def graph_time(calls: list[Callable[[], None]]) -> float:
     return statistics.median(found[1:])
 
 
-def expert_parallel(ranks: list[int]) -> None:
+def expert_parallel(ranks: list[int], sizes: list[int]) -> None:
     print("| EP: r | adapters | tokens | local pairs | µs | without the rest µs | more µs |")
     print("|--|--|--|--|--|--|--|")
     for r in ranks:
         for adapters in (1, 8):
             weights = [Weights.draw(DEEPSEEK, adapters, r) for _ in range(2)]
-            for tokens in (16, 64, 256, 1024, 8192):
+            for tokens in sizes:
                 batches = [draw(DEEPSEEK, tokens, adapters) for _ in range(6)]
                 alone = [without_the_rest(DEEPSEEK, b) for b in batches]
                 times = []
@@ -199,7 +197,9 @@ def host_time() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 256, 1024, 8192])
+    options = parser.parse_args()
     torch.manual_seed(1)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    expert_parallel(parser.parse_args().ranks)
+    expert_parallel(options.ranks, options.tokens)
     host_time()
