@@ -32,11 +32,14 @@ def build_config(fields: dict[str, Any], where: str) -> Any:
     try:
         return AutoConfig.for_model(SAME_MODEL.get(model_type, model_type), **known)
     except Exception as error:
+        hint = "moelora places modules by transformers' own model; a newer transformers may "
+        hint += "know this type"
+        if fields.get("auto_map"):
+            hint += "; the code that its auto_map names is never run, and no option makes it run"
         raise InputError(
             f"{where}: transformers cannot read a config of model type "
             f"{model_type!r} ({type(error).__name__}: {_short(error)})",
-            hint="moelora places modules by transformers' own model; a newer transformers may "
-            "know this type",
+            hint=hint,
         ) from error
 
 
