@@ -12,7 +12,7 @@ import torch
 from moelora.slicing.errors import CannotRunError, UsageError
 from moelora.slicing.plan_text import human_bytes
 
-# What a verification takes beside the base and the adapter, see the README
+# The most that a verification should take beside the base and the adapter
 RESERVE = 8 * 2**30
 
 

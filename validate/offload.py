@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ HOST_SHARE = 0.8  # of the host memory that is free; the rest is for PEFT and th
 
 @dataclass(frozen=True)
 class Home:
-    """Where the weights go. folder None: host memory."""
+    """Where the weights go. folder None: host memory. devices: with a folder, where accelerate is
+    to send them."""
 
     folder: Path | None
+    devices: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -72,7 +74,17 @@ def home_for(config: Any, dtype: torch.dtype, memory: MemoryLimit) -> Iterator[H
         yield Home(None)
         return
     with tempfile.TemporaryDirectory(prefix="moelora-base-", dir=memory.folder) as folder:
-        yield Home(Path(folder))
+        yield Home(Path(folder), _devices(meta))
+
+
+def _devices(meta: nn.Module) -> dict[str, str]:
+    """Return a device map with every block on disk but the smallest: accelerate before 1.15 refuses
+    to send a whole model away."""
+    blocks = find_blocks(meta)
+    smallest = min(blocks, key=lambda block: block.size)
+    found = {block.path: "disk" for block in blocks} | {smallest.path: "cpu"}
+    inside = tuple(f"{block.path}." for block in blocks)
+    return found | {name: "cpu" for name in meta.state_dict() if not name.startswith(inside)}
 
 
 def load_home(
@@ -84,7 +96,7 @@ def load_home(
     """
     options = {**options, "output_loading_info": True}
     if home.folder is not None:
-        options |= {"device_map": {"": "disk"}, "offload_folder": str(home.folder)}
+        options |= {"device_map": home.devices, "offload_folder": str(home.folder)}
     model, info = cls.from_pretrained(folder, **options)
     check(info)
     if home.folder is not None:
