@@ -41,6 +41,13 @@ class Row:
     def slipped(self) -> bool:
         return not self.not_here and "caught" not in self.caught.values()
 
+    def to_text(self) -> str:
+        if self.not_here:
+            return f"  {self.name:26s} cannot exist here: {self.not_here}"[:WIDTH]
+        cells = " ".join(f"{self.caught[lens]:8s}" for lens in ("bytes", "deltas", "logits"))
+        mark = "  <- slipped through" if self.slipped else ""
+        return f"  {self.name:26s} {cells}{mark}".rstrip()
+
 
 @dataclass
 class SelfTestReport:
@@ -108,13 +115,7 @@ class SelfTestReport:
             "nothing_checked": "NOTHING CHECKED: none of the faults can exist on this set",
         }[self.verdict]
         lines = [headline, f"  {'fault':26s} {'bytes':8s} {'deltas':8s} {'logits':8s}"]
-        for row in self.rows:
-            if row.not_here:
-                lines.append(f"  {row.name:26s} cannot exist here: {row.not_here}"[:WIDTH])
-                continue
-            cells = " ".join(f"{row.caught[lens]:8s}" for lens in ("bytes", "deltas", "logits"))
-            mark = "  <- slipped through" if row.slipped else ""
-            lines.append(f"  {row.name:26s} {cells}{mark}".rstrip())
+        lines += [row.to_text() for row in self.rows]
         lines.append(
             f"Each fault stood in one layer only. {self.seconds:.1f} s; the set itself passes."
         )
@@ -127,11 +128,13 @@ def self_test(
     max_kl: float | None = None,
     floor_factor: float | None = None,
     on_verified: Callable[[VerifyReport], None] | None = None,
+    on_row: Callable[[Row], None] = lambda row: None,
     **options: Any,
 ) -> SelfTestReport:
     """Verify a shard set, then put each fault into it in memory; nothing on disk is changed.
 
-    options: as of ``verify``. on_verified: called with the report on the set itself, before the first fault.
+    options: as of ``verify``. on_verified: called with the report on the set itself, before the
+    first fault. on_row: called with each fault's row, as soon as it is known.
     """
     limits = make_limits(max_kl, floor_factor)
     with opened(shards, Options(**options)) as bench:
@@ -147,6 +150,7 @@ def self_test(
             for number, fault in enumerate(FAULTS):
                 bench.tell(f"self-test: {fault.name}", number, len(FAULTS))
                 report.rows.append(_try(fault, bench, run, limits))
+                on_row(report.rows[-1])
         report.seconds = sum(bench.seconds.values()) - before
     return report
 

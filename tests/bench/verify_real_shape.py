@@ -28,6 +28,7 @@ from real_shapes import SHAPES, base_config, real_adapter
 from shard_sets import Workshop
 
 from moelora.validate import VerifyReport, self_test, verify
+from moelora.validate.try_faults import Row
 
 # layers that fit on one H200 beside what the check itself needs
 LAYERS = {"qwen3-30b": 48, "qwen3-next": 12, "gpt-oss": 8}
@@ -65,7 +66,9 @@ def main() -> None:
         given |= {"kernel": options.kernel, "dtype": options.dtype, "adapter": str(adapter)}
         with _profiled(options.profile):
             if options.self_test:
-                result: Any = self_test(shards, **given, progress=_say, on_verified=_show)
+                result: Any = self_test(
+                    shards, **given, progress=_say, on_verified=_show, on_row=_show_row
+                )
             else:
                 result = verify(shards, **given)
                 _show(result)
@@ -120,6 +123,11 @@ def _show(report: VerifyReport) -> None:
     print(f"  without loading the base: {loaded:.1f} s", flush=True)
 
 
+def _show_row(row: Row) -> None:
+    """Print a fault at once: a run that is cut off has shown the ones before."""
+    print(f"{time.strftime('%H:%M:%S')} {row.to_text()}", flush=True)
+
+
 def _card() -> str:
     if not torch.cuda.is_available():
         return "no GPU"
@@ -127,7 +135,7 @@ def _card() -> str:
 
 
 def _say(step: str, done: int, total: int) -> None:
-    if done == 0 or "self-test" in step:
+    if done == 0 and "self-test:" not in step:
         print(f"  {time.strftime('%H:%M:%S')} {step}", file=sys.stderr, flush=True)
 
 
