@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from moelora.slicing.adapter import CONFIG_NAME, Adapter, sha256_of
 from moelora.slicing.bounded_json import Limits, read_json_object
 from moelora.slicing.errors import Fault, FaultsError, InputError, OutputError
 from moelora.slicing.formats.reading import shorten
+from moelora.slicing.in_threads import in_threads
 from moelora.slicing.manifest import FORMAT, MANIFEST_NAME
 from moelora.slicing.output_folder import (
     check_space,
@@ -206,9 +209,11 @@ def finish_parts(folder: Path | str, adapter: str | None = None) -> WriteReport:
         seen = {file.path.name: file.sample_sha256() for file in opened.files}
         if seen != first["part"]["adapter_sample_sha256"]:
             raise InputError(f"{name}: is not the adapter that the parts were cut from", hint=_HINT)
-        body["adapter"]["files"] = opened.file_hashes()
+        with ThreadPoolExecutor(1) as beside:  # the ranks' files are hashed meanwhile
+            damage = beside.submit(in_threads, partial(_damage, folder), entries)
+            body["adapter"]["files"] = opened.file_hashes()
         opened.check_unchanged()
-    faults = [fault for entry in entries for fault in _damage(folder, entry)]
+    faults = [fault for found in damage.result() for fault in found]
     if sha256_of(folder / CONFIG_NAME) != body["adapter"]["files"][CONFIG_NAME]:
         faults.append(Fault("sha256", CONFIG_NAME, "is not the adapter's"))
     if faults:

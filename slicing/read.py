@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moelora.slicing.adapter import CONFIG_NAME, sha256_of
 from moelora.slicing.bounded_json import Limits, read_json_object, unreadable
 from moelora.slicing.errors import Fault, FaultsError, InputError, MoeloraError
+from moelora.slicing.in_threads import in_threads
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
 from moelora.slicing.lora import torch_dtypes
 from moelora.slicing.manifest import FORMAT, FORMAT_VERSION, MANIFEST_NAME, rank_metadata
@@ -115,17 +116,8 @@ class ShardSet:
 
     def damaged_files(self) -> list[Fault]:
         """Return a fault for each file whose bytes are not those the manifest was written with."""
-        faults = []
-        for entry in self.body["ranks"]:
-            path = self.folder / entry["file"]
-            if not path.is_file():
-                faults.append(Fault("missing_file", entry["file"], "no such file in the set"))
-            elif path.stat().st_size != entry["bytes"]:
-                message = f"{path.stat().st_size} bytes, the manifest says {entry['bytes']}"
-                faults.append(Fault("size", entry["file"], message))
-            elif sha256_of(path) != entry["sha256"]:
-                message = "sha256 differs from the manifest's: the bytes were changed"
-                faults.append(Fault("sha256", entry["file"], message))
+        found = in_threads(self._file_fault, self.body["ranks"])
+        faults = [fault for fault in found if fault is not None]
         config, wanted = self.folder / CONFIG_NAME, self.body["adapter"]["files"].get(CONFIG_NAME)
         if not config.is_file():
             faults.append(Fault("missing_file", CONFIG_NAME, "no such file in the set"))
@@ -133,6 +125,18 @@ class ShardSet:
             message = "sha256 differs from the manifest's: the bytes were changed"
             faults.append(Fault("sha256", CONFIG_NAME, message))
         return faults
+
+    def _file_fault(self, entry: dict[str, Any]) -> Fault | None:
+        path = self.folder / entry["file"]
+        if not path.is_file():
+            return Fault("missing_file", entry["file"], "no such file in the set")
+        if path.stat().st_size != entry["bytes"]:
+            message = f"{path.stat().st_size} bytes, the manifest says {entry['bytes']}"
+            return Fault("size", entry["file"], message)
+        if sha256_of(path) != entry["sha256"]:
+            message = "sha256 differs from the manifest's: the bytes were changed"
+            return Fault("sha256", entry["file"], message)
+        return None
 
 
 def load_rank(shards: Path | str, tp_rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:
