@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 TP = 8
+Way = Callable[[Path, int, str], dict[str, Any]]
 
 
 def sync(device: str) -> None:
@@ -33,6 +34,21 @@ def by_load_rank(shards: Path, rank: int, device: str) -> dict[str, Any]:
     from moelora.slicing.read import load_rank
 
     return load_rank(shards, rank, device)
+
+
+def by_windows(size: int) -> Way:
+    """load_rank with page-locked windows of another size: pinning them is part of a first load."""
+
+    def way(shards: Path, rank: int, device: str) -> dict[str, Any]:
+        from moelora.slicing import load
+
+        real, load.WINDOW_BYTES = load.WINDOW_BYTES, size
+        try:
+            return by_load_rank(shards, rank, device)
+        finally:
+            load.WINDOW_BYTES = real
+
+    return way
 
 
 def by_safetensors(shards: Path, rank: int, device: str) -> dict[str, Any]:
@@ -102,18 +118,23 @@ def by_bus(shards: Path, rank: int, device: str) -> dict[str, Any]:
     return {"": data}
 
 
-Way = Callable[[Path, int, str], dict[str, Any]]
 LOAD, NEXT = "load_rank", "load_rank, next"
 FULL, READ, BUS = "full adapter, then sliced", "raw, read and copy", "raw, bus alone"
 WAYS: dict[str, Way] = {
     LOAD: by_load_rank,
     NEXT: by_load_rank,
+    "load_rank, windows of 4 MiB": by_windows(4 << 20),
+    "load_rank, windows of 1 MiB": by_windows(1 << 20),
     "safetensors, rank file": by_safetensors,
     FULL: by_full_adapter,
     READ: by_raw,
     BUS: by_bus,
 }
-NOT_COLD = (NEXT, BUS)  # the page cache is not what they differ in
+NOT_COLD = (
+    NEXT,
+    BUS,
+    *(way for way in WAYS if "windows" in way),
+)  # the page cache is not what they differ in
 
 
 def prepare(shards: Path, rank: int, device: str, way: str) -> None:
