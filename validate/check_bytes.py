@@ -55,10 +55,9 @@ def check_bytes(
     """Add the checks of this lens to the report."""
     first = len(report.checks)
     with ThreadPoolExecutor() as pool:  # hashing needs nothing of what is compared meanwhile
-        looks = [pool.submit(_damage, shards, entry) for entry in shards.body["ranks"]]
-        looks.append(pool.submit(_source_findings, shards, plan))
+        looks = pool.submit(_damage, shards), pool.submit(_source_findings, shards, plan)
         _check_tensors(report, shards, plan, tensors, metadata)
-        damage = list(dict.fromkeys(found for look in looks for found in look.result()))
+        damage = [found for look in looks for found in look.result()]
     damage += stray_files(shards)
     report.add("bytes", "hashes", damage, f"{shards.layout.tp_size + 1} files, sha256")
     report.checks.insert(first, report.checks.pop())  # it is told first: the rest follows from it
@@ -82,10 +81,8 @@ def _check_tensors(
     check_reassembled(report, shards, plan, tensors)
 
 
-def _damage(shards: ShardSet, entry: dict[str, Any]) -> list[Finding]:
-    """Return what is wrong with one rank's file, and with the config that all share."""
-    one = dataclasses.replace(shards, body={**shards.body, "ranks": [entry]})
-    return [Finding(fault.where, fault.message) for fault in one.damaged_files()]
+def _damage(shards: ShardSet) -> list[Finding]:
+    return [Finding(fault.where, fault.message) for fault in shards.damaged_files()]
 
 
 def _check_finite(report: VerifyReport, shards: ShardSet, tensors: RankTensors) -> None:
