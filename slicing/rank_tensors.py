@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moelora.slicing.load import check_dtypes
+from moelora.slicing.errors import InputError
 from moelora.slicing.lora import torch_dtypes
 from moelora.slicing.tensor_file import TensorFile
 
@@ -24,10 +24,11 @@ class RankTensors(Mapping[str, "torch.Tensor"]):
     def __init__(self, path: Path) -> None:
         self._file = TensorFile(path)
         try:
-            check_dtypes(path, self._file)
+            _check_dtypes(path, self._file)
         except BaseException:
             self.close()
             raise
+        self.size = self._file.size
         self.metadata = self._file.metadata
         self.dtypes = {name: info.dtype for name, info in self._file.tensors.items()}
 
@@ -51,3 +52,13 @@ class RankTensors(Mapping[str, "torch.Tensor"]):
 
     def close(self) -> None:
         self._file.close()
+
+
+def _check_dtypes(path: Path, file: TensorFile) -> None:
+    """Raise InputError for a tensor of a dtype that no rank file of moelora has."""
+    for name, info in file.tensors.items():
+        if info.dtype not in torch_dtypes():
+            raise InputError(
+                f"{path}: {name} has the dtype {info.dtype}, no rank file of moelora has it",
+                hint="copy the file again or shard again",
+            )

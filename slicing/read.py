@@ -142,8 +142,8 @@ class ShardSet:
 def load_rank(shards: Path | str, tp_rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Return the tensors of one rank of a shard set, by name, on ``device``, ready for the kernel.
 
-    They share one buffer: a tensor that is kept keeps all of it. Hashes are not checked here,
-    ``moelora verify`` does; a file of another size than the manifest says is refused.
+    Hashes are not checked here, ``moelora verify`` does; a file of another size than the manifest
+    says is refused.
 
     Raises:
         InputError: not a shard set, no such rank, or an unreadable file.

@@ -4,8 +4,7 @@
 
 Ranks are processes that stay: each is started once, with its imports done and its device touched.
 Before each measurement they give their memory back, device and page-locked, so that every load
-pays for its own as the first load of a process does. "next" keeps the page-locked windows of the
-load before, as a server does that loads one adapter after another.
+pays for its own as the first load of a process does.
 
 full adapter, then sliced: what engines do. The plan is made before the clock starts.
 raw, read and copy: the rank file's bytes by read() into page-locked memory, and on.

@@ -36,21 +36,6 @@ def by_load_rank(shards: Path, rank: int, device: str) -> dict[str, Any]:
     return load_rank(shards, rank, device)
 
 
-def by_windows(size: int) -> Way:
-    """load_rank with page-locked windows of another size: pinning them is part of a first load."""
-
-    def way(shards: Path, rank: int, device: str) -> dict[str, Any]:
-        from moelora.slicing import load
-
-        real, load.WINDOW_BYTES = load.WINDOW_BYTES, size
-        try:
-            return by_load_rank(shards, rank, device)
-        finally:
-            load.WINDOW_BYTES = real
-
-    return way
-
-
 def by_safetensors(shards: Path, rank: int, device: str) -> dict[str, Any]:
     from safetensors.torch import load_file
 
@@ -118,23 +103,16 @@ def by_bus(shards: Path, rank: int, device: str) -> dict[str, Any]:
     return {"": data}
 
 
-LOAD, NEXT = "load_rank", "load_rank, next"
+LOAD = "load_rank"
 FULL, READ, BUS = "full adapter, then sliced", "raw, read and copy", "raw, bus alone"
 WAYS: dict[str, Way] = {
     LOAD: by_load_rank,
-    NEXT: by_load_rank,
-    "load_rank, windows of 4 MiB": by_windows(4 << 20),
-    "load_rank, windows of 1 MiB": by_windows(1 << 20),
     "safetensors, rank file": by_safetensors,
     FULL: by_full_adapter,
     READ: by_raw,
     BUS: by_bus,
 }
-NOT_COLD = (
-    NEXT,
-    BUS,
-    *(way for way in WAYS if "windows" in way),
-)  # the page cache is not what they differ in
+NOT_COLD = (BUS,)  # the page cache does not matter to it
 
 
 def prepare(shards: Path, rank: int, device: str, way: str) -> None:
@@ -147,8 +125,7 @@ def prepare(shards: Path, rank: int, device: str, way: str) -> None:
         pinned.cache_clear()
     if device != "cpu":
         torch.cuda.empty_cache()
-        if way != NEXT:
-            _forget_pinned()
+        _forget_pinned()
     if way == BUS:
         pinned(rank_file(shards, rank).stat().st_size, device)
     sync(device)

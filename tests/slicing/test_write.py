@@ -220,7 +220,7 @@ def test_files_are_flushed_while_they_are_written(
     asked: dict[int, list[tuple[int, int]]] = {}
 
     def refuse(handle: int, start: int, size: int, advice: int) -> None:
-        asked.setdefault(handle, []).append((start, size))
+        asked.setdefault(os.fstat(handle).st_ino, []).append((start, size))
         raise OSError(errno.EINVAL, "no advice here")
 
     monkeypatch.setattr(rank_writer, "FLUSH_BYTES", 1)
