@@ -99,13 +99,15 @@ def _from_files(
     folder = fetch_base_weights(base.name_or_path, base.revision)
     if how is not None:
         check_files(how, folder)
+        options |= how.weights(folder, dtype)
     model, info = load_home(
         cls, folder, home or Home(None), lambda info: _refuse_gaps(info, folder), **options
     )
     if how is not None:
-        model = dequantised(how, model, info, folder, dtype)
+        weights = options.get("state_dict", {})
+        model, note = dequantised(how, model, info, folder, dtype, weights)
         if notes is not None:
-            notes.append(how.note(dtype))
+            notes.append(note)
     return model if home is not None else model.to(device)
 
 

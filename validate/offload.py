@@ -92,12 +92,14 @@ def load_home(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return a model from its checkpoint with every weight at home, and the account of it.
 
-    check: refuses a loading by transformers' account of it. options: of ``from_pretrained``.
+    check: refuses a loading by transformers' account of it. options: of ``from_pretrained``, with
+    a ``state_dict`` where the weights come from that and not from the folder.
     """
     options = {**options, "output_loading_info": True}
+    source = None if "state_dict" in options else folder
     if home.folder is not None:
         options |= {"device_map": home.devices, "offload_folder": str(home.folder)}
-    model, info = cls.from_pretrained(folder, **options)
+    model, info = cls.from_pretrained(source, **options)
     check(info)
     if home.folder is not None:
         _take_over(model, home)

@@ -1,15 +1,15 @@
-"""A quantised base: dequantised by transformers while it is loaded, and checked against its files.
+"""A quantised base: dequantised while it is loaded, and checked against its files.
 
 PEFT and the ranks would each multiply with quantised weights in their own way, so both get plain
-ones. transformers takes a weight without its scale, or with blocks that do not divide it, for
-something else without a word: so the files are looked at before, and some weights worked out anew
-after.
+ones. A weight without its scale would be taken for something else without a word: so the files are
+looked at before, and some weights worked out anew after. FP8 is ours (``fp8_blocks``), MXFP4
+transformers', the rest is bitsandbytes'.
 """
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,13 +21,16 @@ from torch import nn
 
 from moelora.slicing.base_model import BaseModel
 from moelora.slicing.errors import InputError
+from moelora.validate.checkpoint import checkpoint_files, headers
+from moelora.validate.fp8_blocks import SCALE, BlockWeight, check_blocks, plain_weights
 from moelora.validate.offload import Home
 
 PLAIN = (
     "--base names the model with plain weights, --random-base takes random ones of the same shape"
 )
-SCALE, BLOCKS, EXPONENTS = "_scale_inv", "_blocks", "_scales"
-SAMPLE = 4  # weights of each kind of module that are worked out anew
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+BY = {"fp8": "moelora", "mxfp4": "transformers", "bitsandbytes": "bitsandbytes"}
+SAMPLE = 4  # weights of each kind of module that are worked out anew; all with smaller last blocks
 CLOSE = 2**-7  # what rounding to bfloat16 may change
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 PLAIN_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -36,11 +39,13 @@ _LEFT_OVER = re.compile(r"_scale(_inv|s)?$|_blocks$|\.absmax$|quant_state|\.SCB$
 
 @dataclass(frozen=True)
 class Quantised:
-    """How a base is quantised: ``method`` as its config names it. name: of the base."""
+    """How a base is quantised: ``method`` as its config names it. name: of the base. config: its
+    own."""
 
     name: str
     method: str
     fields: dict[str, Any]
+    config: Any
 
     def options(self, home: Home | None) -> dict[str, Any]:
         """Return what ``from_pretrained`` needs to give plain weights.
@@ -51,7 +56,7 @@ class Quantised:
         import transformers
 
         if self.method == "fp8":
-            return {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
+            return {}
         if self.method == "mxfp4":
             return {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
         what = f"{self.name}: its weights are quantised ({self.method})"
@@ -71,11 +76,31 @@ class Quantised:
             )
         return {"device_map": {"": "cpu"}}  # or the GPU would get all of it
 
-    def note(self, dtype: torch.dtype) -> str:
-        return (
+    def weights(self, folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+        """Return what ``from_pretrained`` needs in place of a folder; nothing where it is to read
+        that itself."""
+        if self.method != "fp8":
+            return {}
+        plain = copy.deepcopy(self.config)
+        del plain.quantization_config
+        block = tuple(self.fields["weight_block_size"])
+        files = checkpoint_files(folder, self.config)
+        return {"config": plain, "state_dict": plain_weights(files, block, dtype)}
+
+    def note(self, dtype: torch.dtype, loaded: list[BlockWeight], compared: int) -> str:
+        """loaded: weights in blocks that the model took. compared: those worked out anew."""
+        said = (
             f"the base's weights are quantised ({self.method}): they were dequantised to "
-            f"{str(dtype).removeprefix('torch.')}, and PEFT and the ranks compute with those"
+            f"{str(dtype).removeprefix('torch.')} by {BY[self.method]}, and PEFT and the ranks "
+            "compute with those"
         )
+        if self.method == "fp8":
+            ragged = sum(weight.ragged for weight in loaded)
+            size = " x ".join(map(str, self.fields["weight_block_size"]))
+            said += (
+                f": {len(loaded)} weights in blocks of {size}, {ragged} with smaller last blocks"
+            )
+        return f"{said}; {compared} were worked out anew from the files" if compared else said
 
 
 def quantised(base: BaseModel) -> Quantised | None:
@@ -85,68 +110,33 @@ def quantised(base: BaseModel) -> Quantised | None:
         return None
     fields = dict(stated) if isinstance(stated, dict) else dict(vars(stated))
     method = fields.get("quant_method", "unknown method")
-    return Quantised(base.name_or_path, str(getattr(method, "value", method)), fields)
-
-
-def headers(folder: Path) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:
-    """Yield file, name, shape and dtype of every tensor of a checkpoint."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                part = opened.get_slice(name)
-                yield file, name, tuple(part.get_shape()), part.get_dtype()
+    return Quantised(base.name_or_path, str(getattr(method, "value", method)), fields, base.config)
 
 
 def check_files(how: Quantised, folder: Path) -> None:
-    """Refuse a checkpoint that transformers would dequantise to something else.
+    """Refuse a checkpoint that would be dequantised to something else.
 
     Raises:
         InputError: fp8 without a scale, or scales whose blocks are not the stated ones.
     """
-    if how.method != "fp8":
-        return
-    found = {name: (shape, dtype) for _, name, shape, dtype in headers(folder)}
-    block = how.fields.get("weight_block_size")
-    scaled = {name.removesuffix(SCALE) for name in found if name.endswith(SCALE)}
-    for name in sorted(scaled | {name for name, (_, dtype) in found.items() if _is_fp8(dtype)}):
-        shape, dtype = found.get(name, ((), "missing"))
-        scales, _ = found.get(name + SCALE, (None, ""))
-        if scales is None or not _is_fp8(dtype):
-            raise InputError(
-                f"{folder}: {name} ({dtype}) is not fp8 with its {SCALE}, as its config says",
-                hint=PLAIN,
-            )
-        _check_blocks(f"{folder}: {name}", shape, scales, block)
-
-
-def _is_fp8(dtype: str) -> bool:
-    return dtype in ("F8_E4M3", "F8_E5M2")
-
-
-def _check_blocks(where: str, shape: tuple[int, ...], scales: tuple[int, ...], block: Any) -> None:
-    """transformers takes a block's size from the number of scales, which is right only where the
-    blocks divide the weight."""
-    if len(shape) < 2 or len(scales) < 2 or not isinstance(block, list | tuple):
-        raise InputError(f"{where}: is not quantised in blocks of rows and columns", hint=PLAIN)
-    for size, count, stated in zip(shape[-2:], scales[-2:], block, strict=True):
-        if count != -(-size // stated):
-            raise InputError(
-                f"{where}: {list(shape)} with {list(scales)} scales does not fit the stated "
-                f"blocks of {list(block)}",
-                hint=PLAIN,
-            )
-        if count > 1 and size % stated:
-            raise InputError(
-                f"{where}: {list(shape)} is no multiple of the blocks of {list(block)}, which "
-                "transformers dequantises wrongly",
-                hint=PLAIN,
-            )
+    if how.method == "fp8":
+        files = checkpoint_files(folder, how.config)
+        found = {name: (shape, dtype) for _, name, shape, dtype in headers(files)}
+        check_blocks(str(folder), found, how.fields.get("weight_block_size"), PLAIN)
 
 
 def dequantised(
-    how: Quantised, model: Any, info: dict[str, Any], folder: Path, dtype: torch.dtype
-) -> nn.Module:
-    """Return a loaded model with plain weights in ``dtype``, the right ones.
+    how: Quantised,
+    model: Any,
+    info: dict[str, Any],
+    folder: Path,
+    dtype: torch.dtype,
+    weights: dict[str, Any],
+) -> tuple[nn.Module, str]:
+    """Return a loaded model with plain weights in ``dtype``, the right ones, and what a report
+    should say of them.
+
+    weights: what it was loaded from, where that was not the folder.
 
     Raises:
         InputError: something of the quantisation is left over, or a weight is another one.
@@ -164,14 +154,25 @@ def dequantised(
             f"{folder}: transformers left {len(left)} weights quantised, such as {min(left)}",
             hint=PLAIN,
         )
+    loaded = {
+        key: weight
+        for key, weight in weights.items()
+        if isinstance(weight, BlockWeight) and weight.taken
+    }
+    compared = 0
     if how.method != "bitsandbytes":  # its package alone knows what its bytes mean
-        _compare(how, model, folder)
-    return model
+        compared = _compare(how, model, folder, loaded)
+    return model, how.note(dtype, list(loaded.values()), compared)
 
 
-def _compare(how: Quantised, model: nn.Module, folder: Path) -> None:
-    """Work out some weights of each kind of module anew, from the files alone."""
-    names = {name: file for file, name, _, _ in headers(folder)}
+def _compare(how: Quantised, model: nn.Module, folder: Path, loaded: dict[str, BlockWeight]) -> int:
+    """Work out weights anew, from the files alone: some of each kind of module, and every one whose
+    last blocks are smaller. Return how many.
+
+    loaded: the weights in blocks that the model took. It leaves some: layers that predict further
+    tokens.
+    """
+    names = {name: file for file, name, _, _ in headers(checkpoint_files(folder, how.config))}
     suffix, partner = (SCALE, "") if how.method == "fp8" else (EXPONENTS, BLOCKS)
     parameters = dict(model.named_parameters())
     compared: dict[str, int] = {}
@@ -179,14 +180,27 @@ def _compare(how: Quantised, model: nn.Module, folder: Path) -> None:
         if not name.endswith(suffix):
             continue
         key = name.removesuffix(suffix)
+        if how.method == "fp8" and key not in loaded:
+            continue
         kind = re.sub(r"\.\d+\.", ".*.", key)
-        found = None if compared.get(kind, 0) >= SAMPLE else _parameter(parameters, key)
+        needed = key in loaded and loaded[key].ragged
+        if not needed and compared.get(kind, 0) >= SAMPLE:
+            continue
+        found = _parameter(parameters, key, turned=how.method == "mxfp4")
+        if found is None and needed:
+            raise InputError(
+                f"{folder}: {key} has smaller last blocks and is not found in the model: what "
+                "became of it cannot be checked",
+                hint=PLAIN,
+            )
         if found is None:
             continue
         values = _read(names[key + partner], key + partner), _read(file, name)
         wanted = _fp8(*values, how.fields) if how.method == "fp8" else _mxfp4(*values)
         if found.shape != wanted.shape or not _close(found, wanted):
-            raise InputError(f"{folder}: transformers dequantises {key} wrongly", hint=PLAIN)
+            raise InputError(
+                f"{folder}: {key} was dequantised wrongly by {BY[how.method]}", hint=PLAIN
+            )
         compared[kind] = compared.get(kind, 0) + 1
     if not compared:
         raise InputError(
@@ -194,6 +208,7 @@ def _compare(how: Quantised, model: nn.Module, folder: Path) -> None:
             "cannot be checked",
             hint=PLAIN,
         )
+    return sum(compared.values())
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -206,16 +221,17 @@ def _read(file: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def _parameter(parameters: dict[str, nn.Parameter], key: str) -> torch.Tensor | None:
+def _parameter(
+    parameters: dict[str, nn.Parameter], key: str, *, turned: bool
+) -> torch.Tensor | None:
     """Return the model's own values of a checkpoint's weight; None where its name is another.
 
     Experts that a file holds one by one are stacked in the model, gate above up.
+    turned: stacks are (experts, in, out) in the model and (experts, out, in) in the file.
     """
     own = parameters.get(key)
     if own is not None:
-        if own.dim() == 3:  # MXFP4: (experts, in, out) in the model, (experts, out, in) in the file
-            return own.data.transpose(1, 2)
-        return own.data
+        return own.data.transpose(1, 2) if turned and own.dim() == 3 else own.data
     match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", key)
     if match is None:
         return None
@@ -230,8 +246,8 @@ def _parameter(parameters: dict[str, nn.Parameter], key: str) -> torch.Tensor | 
 
 def _fp8(weight: torch.Tensor, scales: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor:
     rows, cols = fields["weight_block_size"]
-    wide = scales.float().repeat_interleave(rows, 0).repeat_interleave(cols, 1)
-    return weight.float() * wide[: weight.shape[0], : weight.shape[1]]
+    wide = scales.float().repeat_interleave(rows, -2).repeat_interleave(cols, -1)
+    return weight.float() * wide[..., : weight.shape[-2], : weight.shape[-1]]
 
 
 def _mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:

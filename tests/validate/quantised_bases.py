@@ -19,6 +19,7 @@ from moelora.slicing.write import write_shards
 from moelora.validate.tiny_models import tiny_adapter, tiny_base, tiny_full_adapter
 
 Tensors = dict[str, torch.Tensor]
+PLAIN_OF = {"fp8": "qwen3_moe", "mxfp4": "gpt_oss", "ragged": "deepseek_v3"}
 FP8 = torch.float8_e4m3fn
 # e2m1: sign, two bits of exponent, one of mantissa
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -44,7 +45,10 @@ def rewrite(base: Path, out: Path, change: Callable[[Tensors], Tensors], stated:
 
 
 def fp8_blocks(weight: torch.Tensor, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight in fp8 and its scale per block; the last blocks may be smaller."""
+    """Return a weight or a stack in fp8 and its scale per block; the last blocks may be smaller."""
+    if weight.dim() == 3:
+        weights, stack = zip(*(fp8_blocks(one, rows, cols) for one in weight), strict=True)
+        return torch.stack(weights), torch.stack(stack)
     scales = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // cols))
     out = torch.empty_like(weight, dtype=FP8)
     for i in range(scales.shape[0]):
@@ -57,25 +61,28 @@ def fp8_blocks(weight: torch.Tensor, rows: int, cols: int) -> tuple[torch.Tensor
 
 def fp8_base(base: Path, out: Path, block: tuple[int, int] = (8, 8)) -> Path:
     """As Qwen3-30B-A3B-FP8: every linear of the layers, routers and head left as they are."""
+    return rewrite(base, out, lambda tensors: fp8_tensors(tensors, block), fp8_config(block))
 
-    def change(tensors: Tensors) -> Tensors:
-        found: Tensors = {}
-        for key, tensor in tensors.items():
-            plain = tensor.dim() != 2 or ".layers." not in key or key.endswith(".gate.weight")
-            if plain:
-                found[key] = tensor
-            else:
-                found[key], found[f"{key}_scale_inv"] = fp8_blocks(tensor, *block)
-        return found
 
-    stated = {
+def fp8_tensors(tensors: Tensors, block: tuple[int, int]) -> Tensors:
+    found: Tensors = {}
+    for key, tensor in tensors.items():
+        plain = tensor.dim() not in (2, 3) or ".layers." not in key or key.endswith(".gate.weight")
+        if plain:
+            found[key] = tensor
+        else:
+            found[key], found[f"{key}_scale_inv"] = fp8_blocks(tensor, *block)
+    return found
+
+
+def fp8_config(block: tuple[int, int]) -> dict:
+    return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": list(block),
         "modules_to_not_convert": ["lm_head", "mlp.gate"],
     }
-    return rewrite(base, out, change, stated)
 
 
 def mxfp4_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,6 +138,37 @@ def tensor_of(folder: Path, key: str) -> torch.Tensor:
         return opened.get_tensor(key)
 
 
+def ragged_base(root: Path) -> dict[str, Path]:
+    """As DeepSeek-V3 and Kimi-K2, whose kv_a_proj_with_mqa has 576 rows in blocks of 128: 24 rows
+    in blocks of 16 here, and the experts' 24 too. And the same with its experts in stacks."""
+    block = (16, 16)
+    tiny_base("deepseek_v3", root / "deepseek_v3", kv_lora_rank=16)
+    return {
+        "deepseek_v3": root / "deepseek_v3",
+        "ragged": fp8_base(root / "deepseek_v3", root / "ragged", block),
+        "stacked": rewrite(
+            root / "deepseek_v3",
+            root / "stacked",
+            lambda tensors: fp8_tensors(stack_experts(tensors), block),
+            fp8_config(block),
+        ),
+    }
+
+
+def stack_experts(tensors: Tensors) -> Tensors:
+    """Return a checkpoint with each layer's experts as two stacks, gate above up."""
+    found = {key: tensor for key, tensor in tensors.items() if ".experts." not in key}
+    experts = sorted({key.rpartition(".experts.")[0] for key in tensors.keys() - found.keys()})
+    for where in (f"{path}.experts" for path in experts):
+        numbers = range(sum(key.startswith(f"{where}.") for key in tensors) // 3)
+        gate, up, down = (
+            torch.stack([tensors[f"{where}.{number}.{part}_proj.weight"] for number in numbers])
+            for part in ("gate", "up", "down")
+        )
+        found[f"{where}.gate_up_proj"], found[f"{where}.down_proj"] = torch.cat([gate, up], 1), down
+    return found
+
+
 def make_bases(root: Path) -> dict[str, Path]:
     """A quantised base by method, and the plain ones they were made of."""
     tiny_base("qwen3_moe", root / "qwen3_moe")
@@ -146,10 +184,8 @@ def make_bases(root: Path) -> dict[str, Path]:
 def shard_set(bases: dict[str, Path], method: str, root: Path) -> tuple[Path, Path]:
     """Return a shard set and its adapter, made for the quantised base."""
     adapter, shards = root / "adapter", root / "shards"
-    if method == "fp8":
-        tiny_adapter(bases["qwen3_moe"], adapter)
-    else:
-        tiny_full_adapter(bases["gpt_oss"], adapter)
+    make = tiny_adapter if method == "fp8" else tiny_full_adapter
+    make(bases[PLAIN_OF[method]], adapter)
     config = json.loads((adapter / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = str(bases[method])
     (adapter / "adapter_config.json").write_text(json.dumps(config))
