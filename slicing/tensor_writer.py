@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelora.slicing.header import DTYPE_SIZES
+from moelora.slicing.lora import torch_dtypes
 
 if TYPE_CHECKING:
     import torch
@@ -47,14 +48,24 @@ class TensorWriter:
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, Shape]]) -> None:
         order = sorted(tensors, key=lambda name: (_DTYPES.index(tensors[name][0]), name))
+        self._tensors = tensors
         header, self._starts = header_bytes({n: tensors[n] for n in order}, {"format": "pt"})
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._write(memoryview(header), 0)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor's values to their place."""
+        """Write a tensor's values to their place.
+
+        Raises:
+            RuntimeError: it has another dtype or shape than the header says, which would then
+                name other values, or write over the next tensor's.
+        """
         import torch
 
+        dtype, shape = self._tensors[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (torch_dtypes()[dtype], shape):
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise RuntimeError(f"{name}: {found}, the header says {dtype} {shape}")
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         self._write(data, self._starts.pop(name))
 

@@ -45,3 +45,10 @@ def test_a_tensor_that_is_put_twice(tmp_path: Path) -> None:
         writer.put("wide", TENSORS["wide"])
         with pytest.raises(KeyError):
             writer.put("wide", TENSORS["wide"])
+
+
+@pytest.mark.parametrize("other", [torch.zeros(8), torch.zeros(7), torch.zeros(28).half()], ids=len)
+def test_a_tensor_that_is_not_what_the_header_says(other: torch.Tensor, tmp_path: Path) -> None:
+    says = pytest.raises(RuntimeError, match=r"wide: .* the header says F64 \(7,\)")
+    with closing(TensorWriter(tmp_path / "b", SHAPES)) as writer, says:
+        writer.put("wide", other)
