@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from moelora.slicing.adapter import parse_config
 from moelora.slicing.errors import InputError
-from moelora.slicing.join import tensor_names
 from moelora.slicing.read import ShardSet
 
 if TYPE_CHECKING:
     import torch
 
-    from moelora.slicing.restore_rows import Row
-
-Tensors = dict[str, "torch.Tensor"]
 Config = dict[str, Any]
 PARTS = {
     "routed_gate_up": ("gate_proj", "up_proj"),
@@ -47,63 +44,65 @@ PARAMETERS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 SWAPPED = ("llama4", "llama4_text")
 
 
-def relayout(
-    shards: ShardSet,
-    full: Tensors,
-    source: Tensors,
-    rows: list[Row],
-    config: Config,
-    target_layout: str,
-) -> tuple[Tensors, Config]:
-    """Return tensors and config with the routed experts in ``target_layout``.
+def routed(shards: ShardSet) -> list[Config]:
+    """Return the manifest's entries of the routed experts."""
+    return [m for m in shards.body["modules"] if m["role"].startswith("routed_")]
 
-    Raises:
-        InputError: a per-expert or per-slice scaling that one alpha / r cannot express.
-    """
-    experts = [m for m in shards.body["modules"] if m["role"].startswith("routed_")]
-    names = {name for entry in experts for name in tensor_names(entry).values()}
-    replaced = {row.key for row in rows if row.tensor in names}
-    tensors = {key: value for key, value in source.items() if key not in replaced}
-    prefix = "base_model.model."
-    model_type = shards.body["base_model"]["model_type"]
-    _refuse_other_containers(experts, target_layout)
-    for entry in experts:
-        a, b = (full[tensor_names(entry)[letter]] for letter in "AB")
-        a, b = (t.expand(entry["num_experts"], -1, -1) for t in (a, b))
+
+def refuse_experts(shards: ShardSet, target_layout: str) -> None:
+    """Raise InputError where ``target_layout`` cannot express an experts parameter."""
+    _refuse_other_containers(routed(shards), target_layout)
+    for entry in routed(shards):
         if isinstance(entry["scaling"], list):
             raise InputError(
                 f"{entry['path']}: experts have different scalings, which {target_layout} "
                 "cannot express",
                 hint="use --target-layout source",
             )
-        if target_layout == "per_expert":
-            tensors |= per_expert(prefix, entry, a, b, model_type)
-        else:
-            tensors |= flat(prefix, entry, experts, a, b, model_type)
-    return {key: value.contiguous() for key, value in tensors.items()}, _config(
-        config, shards.body["modules"], target_layout, model_type
-    )
+
+
+def relaid_config(shards: ShardSet, config: Config, target_layout: str) -> Config:
+    """Return the adapter's config with the routed experts in ``target_layout``.
+
+    Raises:
+        InputError: a scaling that no alpha expresses.
+    """
+    model_type = shards.body["base_model"]["model_type"]
+    return _config(config, shards.body["modules"], target_layout, model_type)
+
+
+def expert_tensors(
+    shards: ShardSet, entry: Config, a: torch.Tensor, b: torch.Tensor, target_layout: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a routed module's tensors in ``target_layout`` by key, views of ``a`` and ``b`` maybe.
+
+    Keys, dtypes and shapes do not depend on the values: on torch's meta device they are the plan.
+    """
+    prefix, model_type = "base_model.model.", shards.body["base_model"]["model_type"]
+    a, b = (t.expand(entry["num_experts"], -1, -1) for t in (a, b))
+    if target_layout == "per_expert":
+        yield from per_expert(prefix, entry, a, b, model_type)
+    else:
+        yield from flat(prefix, entry, routed(shards), a, b, model_type)
 
 
 def per_expert(
     prefix: str, entry: Config, a: torch.Tensor, b: torch.Tensor, model_type: str
-) -> Tensors:
-    """Return a packed module as one pair of tensors per expert and projection.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a packed module as one pair of tensors per expert and projection.
 
     a: (num_experts, a_slices * r, in); b: (num_experts, out, r). A shared A is copied to gate
     and up.
     """
     parts, r = PARTS[entry["role"]], entry["r"]
     container = entry["path"].rpartition(".")[0]
-    found: Tensors = {}
     for slot, part in enumerate(parts):
         own_a = slot if entry.get("a_slices", 1) == len(parts) else 0
         rows = b[:, slot :: len(parts)] if _interleaved(entry) else b.chunk(len(parts), 1)[slot]
         for expert in range(entry["num_experts"]):
             path = prefix + per_expert_path(model_type, f"{container}.{expert}.{part}")
-            found[f"{path}.lora_A.weight"] = a[expert, own_a * r : (own_a + 1) * r].clone()
-            found[f"{path}.lora_B.weight"] = rows[expert].clone()
-    return found
+            yield f"{path}.lora_A.weight", a[expert, own_a * r : (own_a + 1) * r]
+            yield f"{path}.lora_B.weight", rows[expert]
 
 
 def per_expert_path(model_type: str, path: str) -> str:
@@ -132,8 +131,8 @@ def flat(
     a: torch.Tensor,
     b: torch.Tensor,
     model_type: str,
-) -> Tensors:
-    """Return a packed module as PEFT's two flat tensors, nested as PEFT nests them."""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a packed module as PEFT's two flat tensors, nested as PEFT nests them."""
     container = entry["path"].rpartition(".")[0]
     beside = [e["path"] for e in experts if e["path"].rpartition(".")[0] == container]
     inner_first = sorted(beside, key=lambda path: path.endswith(".down_proj"))
@@ -143,10 +142,8 @@ def flat(
         b = block_diagonal(b, interleaved=_interleaved(entry))
     if model_type in SWAPPED:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
-    return {
-        f"{path}.lora_A.weight": a.reshape(-1, a.shape[-1]).clone(),
-        f"{path}.lora_B.weight": b.permute(1, 2, 0).reshape(b.shape[1], -1).clone(),
-    }
+    yield f"{path}.lora_A.weight", a.reshape(-1, a.shape[-1])
+    yield f"{path}.lora_B.weight", b.permute(1, 2, 0).reshape(b.shape[1], -1)
 
 
 def block_diagonal(b: torch.Tensor, *, interleaved: bool) -> torch.Tensor:

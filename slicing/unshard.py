@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import prod
@@ -15,20 +14,20 @@ from moelora.slicing.bounded_json import read_json_object, to_json_bytes
 from moelora.slicing.errors import Fault, FaultsError, UsageError
 from moelora.slicing.header import DTYPE_SIZES
 from moelora.slicing.join import join_each
-from moelora.slicing.lora import slices, torch_dtypes, widest
+from moelora.slicing.lora import widest
 from moelora.slicing.manifest import MANIFEST_NAME, described_hash
-from moelora.slicing.manifest_checks import WRONG_KIND
 from moelora.slicing.output_folder import sync_folder, whole_folder, write_synced
 from moelora.slicing.plan import DTYPE_FLAGS
 from moelora.slicing.rank_tensors import RankTensors
 from moelora.slicing.read import ShardSet
-from moelora.slicing.restore_rows import Row, expand_rows, no_way_back
-from moelora.slicing.tensor_writer import Shape, TensorWriter
+from moelora.slicing.restore_rows import Row, expand_rows
+from moelora.slicing.source_tensors import source_shapes, source_tensors
+from moelora.slicing.target_layout import TargetPlan, plan_target, target_tensors
+from moelora.slicing.tensor_writer import TensorWriter
 
 if TYPE_CHECKING:
     import torch
 
-Tensors = dict[str, "torch.Tensor"]
 TARGET_LAYOUTS = ("source", "per_expert", "target_parameters")
 
 
@@ -67,9 +66,9 @@ def unshard(
     """Write the PEFT adapter that a shard set was made from.
 
     target_layout: ``source`` gives back the source's own keys and, unless ``--dtype`` cast
-        them, its own bits, one factor after the other in little memory. ``per_expert`` and
-        ``target_parameters`` write the routed experts in that layout; other modules keep their
-        source's keys. These two hold the whole adapter in memory.
+        them, its own bits. ``per_expert`` and ``target_parameters`` write the routed experts in
+        that layout; other modules keep their source's keys. Memory holds a module's factors,
+        never the adapter.
 
     Raises:
         InputError: not a shard set, or damaged; FaultsError lists what does not fit.
@@ -86,16 +85,13 @@ def unshard(
         ranks = [stack.enter_context(closing(one)) for one in _open_ranks(opened)]
         lossy, wrong = _lossy(opened, ranks[0].dtypes, rows)
         factors = _joined(opened, ranks, wrong)
-        tensors: Iterable[tuple[str, torch.Tensor]]
         if target_layout == "source":
             tensors = source_tensors(opened, factors, rows)
-            shapes = _source_shapes(ranks[0].dtypes, rows)
+            shapes = source_shapes(ranks[0].dtypes, rows)
         else:
-            found, config = _relaid(opened, dict(factors), rows, config, target_layout)
-            config_bytes = to_json_bytes(config, indent=2)
-            names = {dtype: name for name, dtype in torch_dtypes().items()}
-            tensors = found.items()
-            shapes = {key: (names[t.dtype], tuple(t.shape)) for key, t in found.items()}
+            plan = _plan(opened, ranks, factors, rows, config, target_layout)
+            tensors = target_tensors(opened, factors, rows, plan)
+            shapes, config_bytes = plan.shapes, to_json_bytes(plan.config, indent=2)
         with whole_folder(out_dir, marker=WEIGHTS_NAME, force=force) as folder:
             with closing(TensorWriter(folder / WEIGHTS_NAME, shapes)) as writer:
                 for key, tensor in tensors:
@@ -119,13 +115,21 @@ def _open_ranks(shards: ShardSet) -> Iterator[RankTensors]:
         yield RankTensors(shards.rank_path(rank))
 
 
-def _relaid(
-    shards: ShardSet, full: Tensors, rows: list[Row], config: dict[str, Any], target_layout: str
-) -> tuple[Tensors, dict[str, Any]]:
-    from moelora.slicing.relayout import relayout
-
-    source = dict(source_tensors(shards, full.items(), rows))
-    return relayout(shards, full, source, rows, config, target_layout)
+def _plan(
+    shards: ShardSet,
+    ranks: list[RankTensors],
+    factors: Iterator[tuple[str, torch.Tensor]],
+    rows: list[Row],
+    config: dict[str, Any],
+    target_layout: str,
+) -> TargetPlan:
+    try:
+        return plan_target(shards, ranks, rows, config, target_layout)
+    except Exception:
+        # The plan believes the manifest. Where a damaged set is why there is none, say that.
+        for _ in source_tensors(shards, factors, rows):
+            pass
+        raise
 
 
 def _joined(
@@ -171,56 +175,3 @@ def _lossy(
             faults.append(Fault("dtype", tensor, message))
         lossy |= {(one, have) for one in found if widest([one, have]) != have}
     return [f"{one} values hold the bits that {have} kept" for one, have in sorted(lossy)], faults
-
-
-def _source_dtype(have: str, row: Row) -> str:
-    """Return a source tensor's dtype. A cast is kept: there is no way back to the source's bits."""
-    return have if DTYPE_SIZES[have] < DTYPE_SIZES[row.dtype] else row.dtype
-
-
-def _source_shapes(dtypes: dict[str, str], rows: list[Row]) -> dict[str, tuple[str, Shape]]:
-    shapes: dict[str, tuple[str, Shape]] = {}
-    for row in rows:
-        have = dtypes.get(row.tensor, row.dtype)  # where it has none, nothing will be written
-        shapes.setdefault(row.key, (_source_dtype(have, row), row.shape))
-    return shapes
-
-
-def source_tensors(
-    shards: ShardSet, factors: Iterable[tuple[str, torch.Tensor]], rows: list[Row]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the source's tensors by their own keys, each when all of its factors have been seen.
-
-    Raises:
-        InputError: the rows do not fit the factors.
-    """
-    import torch
-
-    of_factor: dict[str, list[Row]] = {}
-    for row in rows:
-        of_factor.setdefault(row.tensor, []).append(row)
-    missing = Counter(row.key for row in rows)
-    found: Tensors = {}
-    names = {dtype: name for name, dtype in torch_dtypes().items()}
-    for name, full in factors:
-        for row in of_factor.pop(name, ()):
-            try:
-                dtype = torch_dtypes()[_source_dtype(names[full.dtype], row)]
-                if row.key not in found:
-                    found[row.key] = torch.zeros(row.shape, dtype=dtype)
-                _fill(found[row.key], row, full)
-            except (*WRONG_KIND, RuntimeError) as error:  # torch: shapes that do not fit
-                raise no_way_back(shards, error) from error
-            missing[row.key] -= 1
-            if not missing[row.key]:
-                yield row.key, found.pop(row.key)
-    if of_factor:
-        raise no_way_back(shards, KeyError(*sorted(of_factor)[:1]))
-
-
-def _fill(tensor: torch.Tensor, row: Row, full: torch.Tensor) -> None:
-    part = full[slices(row.at)]
-    seen = tensor.view(row.view).permute(row.permute)
-    if row.src is None and seen.shape[0] == 1:
-        part = part[:1]  # written out for every expert
-    (seen if row.src is None else seen[slices(row.src)]).copy_(part)

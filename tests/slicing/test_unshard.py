@@ -27,7 +27,7 @@ from moelora.slicing.manifest import restore_hash
 from moelora.slicing.plan import plan_shards
 from moelora.slicing.rank_tensors import RankTensors
 from moelora.slicing.tensor_writer import TensorWriter
-from moelora.slicing.unshard import unshard
+from moelora.slicing.unshard import TARGET_LAYOUTS, unshard
 from moelora.slicing.write import write_shards
 
 LAYOUTS: list[tuple[int, int, int, str]] = [
@@ -228,9 +228,10 @@ BAD_ROWS: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("layout", TARGET_LAYOUTS)
 @pytest.mark.parametrize(("field", "value"), BAD_ROWS, ids=repr)
 def test_rows_that_fit_nothing(
-    field: str, value: Any, tiny: dict[str, Tiny], tmp_path: Path
+    field: str, value: Any, layout: str, tiny: dict[str, Tiny], tmp_path: Path
 ) -> None:
     """Refused whatever the hashes say: whoever edits the rows can compute those too."""
     tiny["mixtral"].shard(tmp_path / "shards", ParallelLayout(2), "target_parameters")
@@ -240,5 +241,5 @@ def test_rows_that_fit_nothing(
     body["restore"]["sha256"] = restore_hash(body["restore"])
     path.write_text(json.dumps(body))
     with pytest.raises(InputError):
-        unshard(tmp_path / "shards", tmp_path / "back")
+        unshard(tmp_path / "shards", tmp_path / "back", target_layout=layout)
     assert [one.name for one in tmp_path.iterdir()] == ["shards"]
