@@ -18,11 +18,16 @@ DEAD_SHARE = 1 / 16  # of a delta's outputs: fewer zero rows than this may be ch
 def check_damage(
     report: VerifyReport, plan: ShardPlan, results: list[ModuleResult], *, strict: bool
 ) -> None:
-    """Add the check to the report. Without a module that changes anything it says nothing."""
-    found = [*_silent(results), *_dead(results), *_skipped(plan)]
+    """Add the check to the report; where no delta could be computed there is nothing to look at."""
+    results = [result for result in results if result.sizes]
+    if not results:
+        report.not_checked("deltas", "damage", "no module's delta could be computed")
+        return
+    found = [*_silent(plan, results), *_dead(results), *_skipped(plan)]
     detail = f"{len(results)} modules: none silent, no dead outputs, nothing empty"
     if found:
-        detail = f"{len(found)} signs of damage in the adapter itself, which the shards share"
+        signs = "1 sign" if len(found) == 1 else f"{len(found)} signs"
+        detail = f"{signs} of damage in the adapter itself, not in how it was cut"
     if strict:
         report.add("deltas", "damage", found, detail)
     else:
@@ -30,9 +35,21 @@ def check_damage(
         report.checks[-1].warnings = found
 
 
-def _silent(results: list[ModuleResult]) -> Iterator[Finding]:
-    """Modules and experts whose delta is zero while others of their kind are not."""
-    loud = {r.planned.module.base.name for r in results if any(r.sizes.values())}
+def _silent(plan: ShardPlan, results: list[ModuleResult]) -> Iterator[Finding]:
+    """Modules and experts whose delta is zero; those that are zero in every layer only once."""
+    by_name: dict[str, list[ModuleResult]] = {}
+    for result in results:
+        by_name.setdefault(result.planned.module.base.name, []).append(result)
+    loud = {name for name, own in by_name.items() if any(any(r.sizes.values()) for r in own)}
+    if not loud:
+        message = f"all {len(results)} modules are silent: every delta is zero"
+        yield Finding(plan.adapter.name_or_path, message)
+        return
+    for name, own in by_name.items():
+        if name not in loud:
+            where = own[0].planned.module.tensor_name("B")
+            message = "the whole delta is zero, as that of every "
+            yield Finding(where, f"{message}{name} ({len(own)} of {len(own)})")
     for result in results:
         silent = [unit for unit, size in result.sizes.items() if size == 0]
         if not silent or result.planned.module.base.name not in loud:

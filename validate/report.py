@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from moelora.validate.diagnose import Diagnosis
 
+Verdict = Literal["pass", "fail", "nothing_checked"]
 Outcome = Literal["pass", "fail", "not_checked"]
 Lens = Literal["bytes", "deltas", "logits", "self-test"]
 SCHEMA_VERSION = 1
 WIDTH = 100
 SHOWN = 12
+DAMAGE = ("deltas", "damage")  # the check that is about the adapter and not about its shards
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,33 @@ class VerifyReport:
     manifest_sha256: str = ""
 
     @property
-    def verdict(self) -> Literal["pass", "fail", "nothing_checked"]:
+    def verdict(self) -> Verdict:
         """``fail`` when any check failed; ``pass`` only when every lens compared something."""
-        if any(check.outcome == "fail" for check in self.checks):
-            return "fail"
-        compared = {check.lens for check in self.checks if check.outcome == "pass"}
-        left = [c for c in self.checks if c.outcome == "not_checked" and c.needed]
-        if compared >= {"bytes", "deltas", "logits"} and not left:
-            return "pass"
-        return "nothing_checked"
+        return _verdict_of(self.checks)
+
+    @property
+    def headline(self) -> str:
+        """The verdict in words. What is not about the shards is not said of them."""
+        verdict = self.verdict
+        if verdict != "fail":
+            return {
+                "pass": "the shards compute what the adapter computes",
+                "nothing_checked": "no verdict on these shards",
+            }[verdict]
+        failed = [check for check in self.checks if check.outcome == "fail"]
+        if all(check.lens == "self-test" for check in failed):
+            return "a fault of the self-test slipped through; the set itself passes"
+        if not self.damage_alone:
+            return "the shards differ from the adapter"
+        rest = _verdict_of([check for check in self.checks if check.outcome != "fail"])
+        shards = "its shards agree with it" if rest == "pass" else "no verdict on its shards"
+        return f"the adapter itself shows damage (--strict); {shards}"
+
+    @property
+    def damage_alone(self) -> bool:
+        """Whether all that failed is about the adapter, under ``--strict``, and not its shards."""
+        failed = {(c.lens, c.name) for c in self.checks if c.outcome == "fail"}
+        return failed == {DAMAGE}
 
     @property
     def exit_code(self) -> int:
@@ -147,11 +167,7 @@ class VerifyReport:
         return annotation_lines(self), job_summary(self)
 
     def to_text(self) -> str:
-        headline = {
-            "pass": "PASS: the shards compute what the adapter computes",
-            "fail": "FAIL: the shards differ from the adapter",
-            "nothing_checked": "NOTHING CHECKED: no verdict on these shards",
-        }[self.verdict]
+        headline = f"{self.verdict.replace('_', ' ').upper()}: {self.headline}"
         setting = ", ".join(f"{key} {value}" for key, value in self.setting.items())
         lines = [headline]
         if self.diagnosis is not None:
@@ -190,6 +206,16 @@ class VerifyReport:
             if per_step:
                 text += f" (in {max(per_step, key=lambda step: per_step[step])})"
         return text
+
+
+def _verdict_of(checks: list[Check]) -> Verdict:
+    if any(check.outcome == "fail" for check in checks):
+        return "fail"
+    compared = {check.lens for check in checks if check.outcome == "pass"}
+    left = [c for c in checks if c.outcome == "not_checked" and c.needed]
+    if compared >= {"bytes", "deltas", "logits"} and not left:
+        return "pass"
+    return "nothing_checked"
 
 
 def _distance_lines(numbers: dict[str, Any]) -> list[str]:

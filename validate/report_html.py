@@ -24,8 +24,8 @@ body { font: 15px/1.5 system-ui, sans-serif; background: var(--bg); color: var(-
   margin: 0 auto; padding: 24px; max-width: 1100px; }
 h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 8px; }
 p { margin: 4px 0 8px; } .soft { color: var(--soft); }
-.pass { color: var(--ok); } .fail { color: var(--bad); } .nothing_checked, .not_checked,
-.warn { color: var(--warn); }
+.pass { color: var(--ok); } .warn { color: var(--warn); }
+.fail, .nothing_checked, .not_checked { color: var(--bad); }
 .verdict { border-left: 6px solid; padding: 8px 16px; background: var(--card); }
 .verdict p, .verdict .soft { color: var(--fg); }
 table { border-collapse: collapse; width: 100%; } .scroll { overflow-x: auto; }
@@ -46,11 +46,6 @@ code { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 11px; }
 svg .bar { fill: var(--accent); } svg .axis { stroke: var(--line); }
 """
-HEADLINE = {
-    "pass": "Pass: the shards compute what the adapter computes",
-    "fail": "Fail: the shards differ from the adapter",
-    "nothing_checked": "Nothing checked: no verdict on these shards",
-}
 
 
 def to_html(report: VerifyReport) -> str:
@@ -84,8 +79,9 @@ def _verdict(report: VerifyReport) -> str:
         for name, value in rows
     )
     notes = "".join(f"<p>Note: {escape(note)}</p>" for note in report.notes)
+    headline = f"{report.verdict.replace('_', ' ').capitalize()}: {report.headline}"
     return (
-        f'<div class="verdict {report.verdict}"><h1>{HEADLINE[report.verdict]}</h1>'
+        f'<div class="verdict {report.verdict}"><h1>{escape(headline)}</h1>'
         f'{found}<p class="soft">exit code {report.exit_code}</p></div>\n{notes}'
         f'<h2>What was compared</h2><div class="scroll"><table>{body}</table></div>'
     )

@@ -18,10 +18,12 @@ def to_junit(report: VerifyReport) -> str:
     no verdict waits for is a skip.
     """
     lenses = list(dict.fromkeys(check.lens for check in report.checks))
-    suites = [_suite(lens, [c for c in report.checks if c.lens == lens]) for lens in lenses]
+    words = f"{report.verdict}: {report.headline}"
+    suites = [_suite(lens, [c for c in report.checks if c.lens == lens], words) for lens in lenses]
     red = sum(_is_red(check) for check in report.checks)
     if not report.checks or (report.exit_code != 0 and not red):  # no check, no pass
-        suites.append(_suite("verdict", [Check("bytes", "verdict", "not_checked", "no lens ran")]))
+        none = Check("bytes", "verdict", "not_checked", "no lens ran")
+        suites.append(_suite("verdict", [none], words))
         red += 1
     count = len(report.checks) + (len(suites) > len(lenses))
     seconds = sum(report.seconds.values())
@@ -30,10 +32,12 @@ def to_junit(report: VerifyReport) -> str:
     return "\n".join([*lines, *suites, "</testsuites>", ""])
 
 
-def _suite(name: str, checks: list[Check]) -> str:
+def _suite(name: str, checks: list[Check], words: str) -> str:
     red = sum(_is_red(check) for check in checks)
     head = f'  <testsuite name={_attribute(name)} tests="{len(checks)}" failures="{red}">'
-    return "\n".join([head, *map(_case, checks), "  </testsuite>"])
+    verdict = f'<property name="verdict" value={_attribute(words)}/>'
+    lines = [head, f"    <properties>{verdict}</properties>", *map(_case, checks)]
+    return "\n".join([*lines, "  </testsuite>"])
 
 
 def _is_red(check: Check) -> bool:

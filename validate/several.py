@@ -58,13 +58,19 @@ class SeveralReport:
     def to_text(self) -> str:
         headline = {
             "pass": "PASS: each set computes what its adapter computes, alone and in one batch",
-            "fail": "FAIL: a set differs from its adapter, alone or in one batch",
+            "fail": "FAIL: " + self._what_failed(),
             "nothing_checked": "NOTHING CHECKED: no verdict on all of these sets",
         }[self.verdict]
         mixed = VerifyReport("", "", "", checks=self.mixed.checks).to_text().splitlines()
         lines = [line for line in mixed if line.startswith(("ok", "FAIL ", "----", "  "))]
         lines = [line for line in lines if line.split() not in (["shards"], ["adapter"], ["base"])]
         return "\n".join([headline, *lines, *(report.to_text() for report in self.sets)])
+
+    def _what_failed(self) -> str:
+        whole = self.as_report()
+        if whole.damage_alone:  # the sets do what their adapters do
+            return f"{whole.headline}: see each set below"
+        return "a set differs from its adapter, alone or in one batch"
 
     def as_report(self) -> VerifyReport:
         """Return all checks in one report, for CI's formats."""
@@ -152,9 +158,11 @@ def _check_mixed(report: VerifyReport, benches: list[Bench], runs: list[Run]) ->
     if not drives:
         report.not_checked("deltas", "mixed batch", "no routed expert is adapted")
         return
-    ranks = sorted({p.module.r for bench in benches for p in bench.plan.modules})
+    ranks = ", ".join(
+        map(str, sorted({p.module.r for bench in benches for p in bench.plan.modules}))
+    )
     detail = (
-        f"{len(benches)} adapters (ranks {ranks}) and base-only rows in one batch, {rows} rows over "
+        f"{len(benches)} adapters (r {ranks}) and base-only rows in one batch, {rows} rows over "
         f"{len(drives)} parameters, then again with the slots reused; largest relative error "
         f"{worst:.1e}, limit {LIMIT:.0e}"
     )

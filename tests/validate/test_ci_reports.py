@@ -168,6 +168,23 @@ def test_nothing_checked_can_be_reported(workshop: Workshop, tmp_path: Path) -> 
     assert failures(report.to_junit()) == ["modules", "logits"]
 
 
+def test_what_had_to_be_compared_and_was_not_is_red_everywhere() -> None:
+    report = VerifyReport("s", "a", "b")
+    report.not_checked("logits", "logits", "says nothing")
+    report.aside("deltas", "graph replay", "needs a GPU")
+    html = report.to_html()
+    red = re.search(r"^\.fail, (.*) \{ color: var\(--bad\); \}$", html, re.MULTILINE)
+    assert red is not None
+    assert red[1].split(", ") == [".nothing_checked", ".not_checked"]
+    assert '<div class="verdict nothing_checked">' in html
+    assert re.findall(r'<td class="w (\w+)">not checked', html) == ["not_checked", "soft"]
+    assert failures(report.to_junit()) == ["logits"]
+    assert report.to_junit().count("<skipped") == 1
+    lines, summary = report.to_github()
+    assert [line.startswith("::error") for line in lines] == [True]
+    assert summary.startswith("## ❌")
+
+
 def test_the_heat_map_shows_the_rank_that_is_wrong(
     passing: VerifyReport, failing: VerifyReport
 ) -> None:

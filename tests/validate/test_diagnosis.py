@@ -132,6 +132,59 @@ def test_damage_is_a_warning_and_fails_when_strict(
     strict = verify(shards, adapter, strict=True)
     assert strict.exit_code == 1
     assert where in json.dumps(failed(strict)["deltas/damage"])
+    # nothing is wrong with the shards, and no headline says so
+    words = "the adapter itself shows damage (--strict); its shards agree with it"
+    assert strict.to_text().splitlines()[0] == f"FAIL: {words}"
+    assert f"<h1>Fail: {words}</h1>" in strict.to_html()
+    assert words in strict.to_github()[1].splitlines()[0]
+    assert f'value="fail: {words}"' in strict.to_junit()
+
+
+def zero_a_kind(tensors: dict[str, torch.Tensor]) -> None:
+    for layer in (0, 1):
+        tensors[f"{PREFIX}.{layer}.self_attn.q_proj.lora_B.weight"].zero_()
+
+
+def zero_all(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if "lora_B" in name:
+            tensor.zero_()
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "codes"),
+    [
+        (zero_a_kind, "as that of every self_attn.q_proj (2 of 2)", (0, 1)),
+        (zero_all, "all 12 modules are silent: every delta is zero", (5, 1)),
+    ],
+)
+def test_modules_that_are_silent_in_every_layer_are_said_once(
+    workshop: Workshop,
+    tmp_path: Path,
+    change: Callable[[dict[str, torch.Tensor]], None],
+    words: str,
+    codes: tuple[int, int],
+) -> None:
+    adapter = damaged(workshop, tmp_path / change.__name__, change)
+    shards = workshop.shards(adapter)
+    report = verify(shards, adapter)
+    (check,) = [check for check in report.checks if check.name == "damage"]
+    assert [words in one.message for one in check.warnings] == [True]
+    assert "none silent" not in report.to_text()
+    strict = verify(shards, adapter, strict=True)
+    assert (report.exit_code, strict.exit_code) == codes
+    if change is zero_all:  # nothing was compared: that is not agreement
+        assert strict.headline.endswith("; no verdict on its shards")
+
+
+def test_damage_beside_a_mismatch_is_a_mismatch(workshop: Workshop, tmp_path: Path) -> None:
+    adapter = damaged(workshop, tmp_path / "adapter", zero_a_layer)
+    shards = copy_of(workshop.shards(adapter), tmp_path / "set")
+    edit_rank(shards, 1, lambda own: own.update({k: t * 2 for k, t in own.items()}))
+    patch_hashes(shards)
+    report = verify(shards, adapter, strict=True)
+    assert "deltas/damage" in failed(report)
+    assert report.to_text().startswith("FAIL: the shards differ from the adapter")
 
 
 def test_a_sound_adapter_shows_no_damage(workshop: Workshop) -> None:

@@ -39,7 +39,7 @@ def test_three_adapters_in_one_batch_agree(sets: list[Path]) -> None:
     assert len(report.sets) == 3
     check = mixed(report)
     assert check["outcome"] == "pass"
-    assert "3 adapters (ranks [3, 5, 8])" in check["detail"]
+    assert "3 adapters (r 3, 5, 8)" in check["detail"]
     # 16 tokens per adapter and 4 base-only rows; down of all three, gate_up of two; two layers
     assert check["numbers"]["rows"] == 2 * 2 * ((3 * 16 + 4) + (2 * 16 + 4))
     assert report.to_text().splitlines()[0].startswith("PASS")
