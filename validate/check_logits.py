@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from moelora.slicing.plan import ShardPlan
 from moelora.validate.choices import Choices
 from moelora.validate.distance import Distance
-from moelora.validate.peft_reference import PeftReference
 from moelora.validate.reference import Reference, logits_of
 from moelora.validate.report import Finding, VerifyReport
 from moelora.validate.sharded_model import ShardedModel
@@ -75,8 +75,7 @@ def check_logits(
 ) -> None:
     """Add the checks of this lens to the report."""
     limits = limits or Limits()
-    skipped = any(skip.keys for skip in sharded.plan.skips)
-    _describe_peft(report, reference.peft, skipped)
+    _describe_peft(report, reference, sharded.plan)
     if reference.idle:
         report.notes.append(
             f"the model never calls {_some(reference.idle)}: only the deltas lens compares them"
@@ -109,8 +108,9 @@ def _judge_cast(report: VerifyReport, reference: Reference, limits: Limits) -> N
     report.add("logits", "cast", findings, detail, cast_against_uncast=lost.to_json())
 
 
-def _describe_peft(report: VerifyReport, peft: PeftReference, skipped: bool) -> None:
-    """Say what PEFT made of the adapter. skipped: tensors that no module of the base takes."""
+def _describe_peft(report: VerifyReport, reference: Reference, plan: ShardPlan) -> None:
+    """Say what PEFT made of the adapter, and why it is not the judge where it is not."""
+    peft = reference.peft
     if peft.error:
         report.notes.append(
             f"PEFT cannot load this adapter ({peft.error}); the shards are judged by the deltas "
@@ -126,7 +126,29 @@ def _describe_peft(report: VerifyReport, peft: PeftReference, skipped: bool) -> 
                 f"PEFT {what} {len(paths)} modules that the file holds ({shown}); the shards are "
                 "judged by the deltas merged from the file's own tensors"
             )
-    report.setting["PEFT consumed every tensor"] = "yes" if peft.agrees and not skipped else "no"
+    left = [key for skip in plan.skips for key in skip.keys]
+    report.setting["PEFT consumed every tensor"] = "yes" if peft.agrees and not left else "no"
+    if peft.agrees and (left or plan.options.ignore):
+        report.notes.append(_agreement(reference, left, bool(plan.options.ignore)))
+
+
+def _agreement(reference: Reference, left: list[str], ignoring: bool) -> str:
+    """Say that PEFT and the file agree on what is sharded, and what that does not speak of.
+
+    left: tensors that are in no shard. Whether PEFT applies them is not known here.
+    """
+    text = "PEFT and the file's own deltas agree on every module that is sharded"
+    if reference.witnesses is not None:
+        text += f" (logits: mean difference {reference.witnesses.mean_abs:.1e})"
+    if left:
+        shown = ", ".join(left[:6]) + (", ..." if len(left) > 6 else "")
+        text += f"; what counts as not consumed is in no shard: {len(left)} tensors ({shown})"
+    if ignoring:
+        text += (
+            "; the judge is the file without what --ignore leaves out, since PEFT's model may "
+            "apply that too"
+        )
+    return text
 
 
 def verdict_of(
@@ -149,10 +171,11 @@ def verdict_of(
         return "not_checked", [why], limit
     wrong = []
     if not found.mean_abs <= limit:
-        by = "" if limits.max_kl is not None else f"{limits.floor_factor:g} x floor, and "
+        floor = f"{limits.floor_factor:g} x floor {noise:.2e}, and "
+        by = "" if limits.max_kl is not None else floor
         wrong.append(
             f"mean difference {found.mean_abs:.1e} from {reference.name}, limit {limit:.1e} "
-            f"({by}{limits.effect_share:g} x effect)"
+            f"({by}{limits.effect_share:g} x effect {effect:.2e})"
         )
     if limits.max_kl is not None and not found.kl_mean <= limits.max_kl:
         wrong.append(f"mean KL {found.kl_mean:.1e} from {reference.name}, limit {limits.max_kl:g}")

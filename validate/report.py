@@ -6,6 +6,8 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from moelora.validate.limit_text import limit_text
+
 if TYPE_CHECKING:
     from moelora.validate.diagnose import Diagnosis
 
@@ -226,12 +228,20 @@ def _distance_lines(numbers: dict[str, Any]) -> list[str]:
         ("floor: base, sharded or not", "floor_sharded_base_against_base"),
         ("effect: adapter against base", "effect_reference_against_base"),
     ]
-    return [
+    lines = [
         f"            {label:28s}  mean {one['mean_abs']:.1e}  max {one['max_abs']:.1e}  "
         f"KL {one['kl_mean']:.1e}  top-1 {100 * one['top1']:3.0f} %"
         for label, key in rows
         if (one := numbers.get(key))
     ]
+    if "limit_mean_abs" in numbers and (limit := limit_text(numbers)):
+        lines += textwrap.wrap(
+            f"limit on the mean: {limit}",
+            WIDTH,
+            initial_indent=" " * 12,
+            subsequent_indent=" " * 14,
+        )
+    return lines
 
 
 def _finding_lines(findings: list[Finding]) -> list[str]:

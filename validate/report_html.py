@@ -9,6 +9,7 @@ from typing import Any
 from moelora.slicing.base_model import layer_number, path_in_layer
 from moelora.validate.check_deltas import LIMIT
 from moelora.validate.html_charts import coverage_map, heat_map, token_chart
+from moelora.validate.limit_text import limit_text
 from moelora.validate.report import Check, VerifyReport
 
 STYLE = """
@@ -121,12 +122,15 @@ def _controls(check: Check | None) -> str:
         ("PEFT against the file's own deltas", "peft_against_merged"),
     ]
     body = "".join(_distance_row(name, numbers[key]) for name, key in rows if numbers.get(key))
+    used = "the floor that the limit goes by: the floor above, or what rounding alone changes"
+    body += f"<tr><td>{used}</td><td class=n>{_number(numbers['noise'])}</td></tr>"
+    limit = limit_text(numbers) or _number(numbers["limit_mean_abs"])
     head = "".join(
         f"<th>{name}</th>" for name in ("", "mean |Δ|", "max |Δ|", "mean KL", "max KL", "top-1")
     )
     return (
         f'<h2>Logits and their controls</h2><div class="scroll"><table><tr>{head}</tr>{body}'
-        f"</table></div><p class=soft>Limit on the mean: {_number(numbers['limit_mean_abs'])}, on "
+        f"</table></div><p class=soft>Limit on the mean: {escape(limit)}, on "
         f"{numbers['tokens']} tokens. Routing choices that differ: "
         f"{numbers['routing_choices_flipped']} of {numbers['routing_choices']}.</p>"
     )

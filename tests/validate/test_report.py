@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from shard_sets import Workshop, copy_of, edit_rank, verify
 
+from moelora.validate.limit_text import limit_text
 from moelora.validate.report import Finding, VerifyReport
 
 
@@ -83,6 +84,44 @@ def test_json_fields_are_a_promise(passing: VerifyReport, failing: VerifyReport)
 def test_every_failing_check_says_where(failing: VerifyReport) -> None:
     for check in failing.checks:
         assert (check.outcome == "fail") == bool(check.findings)
+
+
+def test_the_limit_is_the_product_of_what_is_printed(passing: VerifyReport) -> None:
+    """A reader who multiplies the printed numbers gets the printed limit."""
+    import re
+
+    logits = passing.checks[-1].numbers
+    for text in (passing.to_text(), passing.to_html()):
+        found = re.search(r"[Ll]imit on the mean: (\S+) x (\S+) \(([^)]*)\) = ([\d.e-]+\d)", text)
+        assert found is not None
+        factor, floor, limit = (float(found[group]) for group in (1, 2, 4))
+        assert factor == logits["limits"]["floor_factor"]
+        assert floor == pytest.approx(logits["noise"], rel=5e-3)
+        assert limit == pytest.approx(factor * floor, rel=1e-2)
+        assert limit == pytest.approx(logits["limit_mean_abs"], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("noise", "effect", "max_kl", "words"),
+    [
+        (1e-6, 1.0, None, "8 x 1.00e-06 (the floor) = 8.00e-06"),
+        (2e-6, 1.0, None, "8 x 2.00e-06 (rounding alone, which is more) = "),
+        (2e-2, 1.0, None, "0.1 x 1.00e+00 (the effect) = 1.00e-01, less than 8 x 2.00e-02"),
+        (1e-6, 1.0, 1e-3, "0.1 x 1.00e+00 (the effect) = 1.00e-01; --max-kl stands in"),
+        (1e-6, float("nan"), None, ""),
+    ],
+)
+def test_the_limit_names_the_control_it_goes_by(
+    noise: float, effect: float, max_kl: float | None, words: str
+) -> None:
+    numbers = {
+        "effect_reference_against_base": {"mean_abs": effect},
+        "floor_sharded_base_against_base": {"mean_abs": 1e-6},
+        "noise": noise,
+        "limits": {"floor_factor": 8.0, "effect_share": 0.1, "max_kl": max_kl},
+    }
+    assert limit_text(numbers).startswith(words)
+    assert bool(limit_text(numbers)) == bool(words)
 
 
 def test_other_seeds_and_token_counts_agree(workshop: Workshop, tmp_path: Path) -> None:

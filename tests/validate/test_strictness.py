@@ -150,3 +150,6 @@ def test_a_tensor_that_no_shard_holds_is_said(workshop: Workshop, tmp_path: Path
     assert report.exit_code == 0
     assert any("2 tensors of the adapter are in no shard" in note for note in report.notes)
     assert report.setting["PEFT consumed every tensor"] == "no"
+    (agree,) = [note for note in report.notes if note.startswith("PEFT and the file's own")]
+    assert "layers.0.self_attn.q_proj.lora_A" in agree
+    assert "--ignore" not in agree  # PEFT is the judge here: it loads these nowhere

@@ -11,6 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from shard_sets import Workshop, copy_of, edit_manifest, failed, patch_hashes, verify
 
+from moelora.slicing.adapter import Adapter
+from moelora.slicing.base_model import load_base_model
+from moelora.slicing.layout import ParallelLayout
+from moelora.slicing.options import PlanOptions
+from moelora.slicing.plan import plan_shards
+from moelora.slicing.write import write_shards
+
 EXPERTS = "model.layers.0.mlp.experts"
 
 
@@ -98,6 +105,32 @@ def test_tensors_that_peft_drops_are_named_and_still_compared(
     patch_hashes(bad)
     found = failed(verify(bad, adapter))
     assert set(found) >= {"deltas/modules", "logits/logits"}
+
+
+def test_what_ignore_leaves_out_is_named_and_why_the_file_judges(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """PEFT saves the vocabulary's own weights beside the LoRA on them."""
+    adapter = copy_of(workshop.adapter("qwen3_moe"), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = "base_model.model.lm_head.base_layer.weight"
+    tensors[key] = load_file(workshop.base("qwen3_moe") / "model.safetensors")["lm_head.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    shards = tmp_path / "set"
+    with Adapter.open(str(adapter)) as source:
+        base = load_base_model(str(source.base_name))
+        options = PlanOptions(ignore=(r"base_layer\.weight$",))
+        write_shards(plan_shards(source, base, ParallelLayout(4, 2), options=options), shards)
+    report = verify(shards, adapter)
+    assert report.exit_code == 0, report.to_text()
+    assert report.setting["PEFT consumed every tensor"] == "no"
+    (agree,) = [note for note in report.notes if note.startswith("PEFT and the file's own")]
+    numbers = report.checks[-1].numbers
+    assert numbers["reference"] == "the file's own deltas"
+    assert f"mean difference {numbers['peft_against_merged']['mean_abs']:.1e}" in agree
+    assert f"1 tensors ({key})" in agree
+    assert "--ignore leaves out" in agree
 
 
 def test_a_note_names_at_most_a_few_modules(workshop: Workshop) -> None:
