@@ -28,7 +28,7 @@ ReportOption = Annotated[
     typer.Option(
         "--report",
         metavar="FILE",
-        help="What moelora verify --json wrote for this very set.",
+        help="What moelora verify --json wrote for this very set, alone or with others.",
     ),
 ]
 CreateOption = Annotated[

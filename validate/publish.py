@@ -48,7 +48,7 @@ def publish(
 ) -> Published:
     """Upload the files that the manifest lists, the manifest and the config; nothing else.
 
-    report: what ``moelora verify --json`` wrote for this very set.
+    report: what ``moelora verify --json`` wrote for this very set, alone or among several.
     create: make the repository if it is not there. private: with ``create``, not public.
 
     Raises:
@@ -76,6 +76,8 @@ def publish(
 def check_report(path: Path, manifest_sha256: str) -> None:
     """Check that a report is a pass of the set with this manifest.
 
+    Of a report of several sets, that set, every other one and the mixed batch must have passed.
+
     Raises:
         InputError: it is not.
     """
@@ -85,11 +87,44 @@ def check_report(path: Path, manifest_sha256: str) -> None:
         raise InputError(f"{path}: not readable as a report: {error}", hint=RERUN) from error
     if not isinstance(body, dict) or body.get("command") != "verify" or "verdict" not in body:
         raise InputError(f"{path}: is no report of moelora verify", hint=RERUN)
-    if body["verdict"] != "pass" or body.get("exit_code") != 0:
-        raise InputError(f"{path}: the verdict is {body['verdict']!r}, not a pass", hint=RERUN)
-    lenses = {c["lens"] for c in body.get("checks", []) if c.get("outcome") == "pass"}
-    if not lenses >= {"bytes", "deltas", "logits"}:
-        raise InputError(f"{path}: only {sorted(lenses)} were checked", hint=RERUN)
-    if body.get("manifest_sha256") != manifest_sha256:
-        message = f"{path}: is about another shard set (its manifest's sha256 differs)"
+    if "faults" in body:
+        raise InputError(
+            f"{path}: is a report of --self-test, on what the gate can catch", hint=RERUN
+        )
+    _require_pass(path, body, "the verdict")
+    if "sets" not in body:
+        _require_lenses(path, body)
+        if body.get("manifest_sha256") != manifest_sha256:
+            message = f"{path}: is about another shard set (its manifest's sha256 differs)"
+            raise InputError(message, hint=RERUN)
+        return
+    sets = _objects(body["sets"])
+    for one in sets:
+        _require_pass(path, one, f"of several sets, the verdict on {one.get('shards')}")
+        _require_lenses(path, one)
+    if {check.get("outcome") for check in _objects(body.get("mixed"))} != {"pass"}:
+        raise InputError(f"{path}: the mixed batch of its sets is no pass", hint=RERUN)
+    if manifest_sha256 not in [one.get("manifest_sha256") for one in sets]:
+        message = f"{path}: is about {len(sets)} other shard sets (none has this manifest's sha256)"
         raise InputError(message, hint=RERUN)
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """Return the objects of a list that anyone may have written."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _require_pass(path: Path, body: dict[str, Any], what: str) -> None:
+    code = body.get("exit_code")
+    if body.get("verdict") != "pass" or code != 0 or isinstance(code, bool):
+        found = f"{body.get('verdict')!r}, exit code {code!r}"
+        raise InputError(f"{path}: {what} is {found}, not a pass", hint=RERUN)
+
+
+def _require_lenses(path: Path, body: dict[str, Any]) -> None:
+    lenses = {
+        str(c.get("lens")) for c in _objects(body.get("checks")) if c.get("outcome") == "pass"
+    }
+    missing = [lens for lens in ("bytes", "deltas", "logits") if lens not in lenses]
+    if missing:
+        raise InputError(f"{path}: nothing of {', '.join(missing)} was checked", hint=RERUN)

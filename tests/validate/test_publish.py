@@ -14,6 +14,7 @@ from fake_hub import Hub, fake_hub
 from shard_sets import Workshop, copy_of, edit_manifest, edit_rank, patch_hashes, rank_file, verify
 
 from moelora.slicing.errors import FaultsError, InputError
+from moelora.validate import verify_several
 from moelora.validate.publish import publish
 
 
@@ -80,6 +81,7 @@ REPORTS: dict[str, Callable[[dict], None]] = {
     "of another command": lambda body: body.update(command="inspect"),
     "an error": lambda body: (body.clear(), body.update(error={"code": "input"})),
     "without checks": lambda body: body.update(checks=[]),
+    "checks of another kind": lambda body: body.update(checks=["bytes", {"outcome": "pass"}]),
     "without logits": lambda body: body.update(
         checks=[check for check in body["checks"] if check["lens"] != "logits"]
     ),
@@ -95,6 +97,57 @@ def test_a_report_that_is_no_pass_of_this_set_is_refused(
     with pytest.raises(InputError) as caught:
         publish(shards, "me/shards", report)
     assert "moelora verify" in caught.value.hint
+
+
+def as_several(body: dict) -> None:
+    """Make it the report of this set and of another one, as ``verify SETS --json`` has it."""
+    own = {k: v for k, v in body.items() if k not in ("schema_version", "command")}
+    mixed = [{"lens": "deltas", "name": "mixed batch", "outcome": "pass"}]
+    sets = [{**own, "manifest_sha256": "0" * 64}, own]
+    body.clear()
+    body.update(command="verify", verdict="pass", exit_code=0, sets=sets, mixed=mixed)
+
+
+def test_a_report_of_several_sets_vouches_for_each(
+    verified: tuple[Path, Path], tmp_path: Path, workshop: Workshop
+) -> None:
+    shards, report = verified
+    other = workshop.shards(workshop.adapter("qwen3_moe", "per_expert", r=3))
+    body = verify_several([other, shards], device="cpu").to_json()
+    report.write_text(json.dumps({"schema_version": 1, "command": "verify", **body}))
+    for one in (shards, other):
+        assert publish(one, "me/shards", report, dry_run=True).hashes
+    with pytest.raises(InputError, match="about 2 other shard sets"):
+        publish(workshop.shards(workshop.adapter("mixtral")), "me/shards", report, dry_run=True)
+
+
+SEVERAL: dict[str, tuple[Callable[[dict], None], str]] = {
+    "another set failed": (lambda body: body["sets"][0].update(verdict="fail"), "of several sets"),
+    "without this set": (lambda body: body["sets"].pop(), "other shard sets"),
+    "no sets": (lambda body: body.update(sets=[]), "other shard sets"),
+    "sets of another kind": (lambda body: body.update(sets=3), "other shard sets"),
+    "no lenses": (lambda body: body["sets"][1].update(checks=[]), "bytes, deltas, logits"),
+    "no mixed batch": (lambda body: body.update(mixed=[]), "mixed batch"),
+    "mixed batch not run": (
+        lambda body: body["mixed"][0].update(outcome="not_checked"),
+        "mixed batch",
+    ),
+    "all failed": (lambda body: body.update(verdict="fail", exit_code=1), "the verdict is 'fail'"),
+    "of a self-test": (lambda body: body.update(faults=[]), "report of --self-test"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), SEVERAL.values(), ids=SEVERAL)
+def test_a_report_of_several_sets_must_pass_as_a_whole(
+    verified: tuple[Path, Path], change: Callable[[dict], None], words: str
+) -> None:
+    shards, report = verified
+    edit(report, as_several)
+    assert publish(shards, "me/shards", report, dry_run=True).dry_run
+    edit(report, change)
+    with pytest.raises(InputError, match=words) as caught:
+        publish(shards, "me/shards", report, dry_run=True)
+    assert "moelora verify SHARDS --json" in caught.value.hint
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "PASS: the shards compute what"])
