@@ -28,6 +28,28 @@ class Fault:
         return f"{self.where}: {self.message}" if self.where else self.message
 
 
+# A pair of factors, or a module's gate, up and down, is still shown one by one.
+_ALIKE_SHOWN = 3
+
+
+def fault_lines(faults: Iterable[Fault]) -> list[str]:
+    """Return faults as lines for people; many that say the same become one, with the first place.
+
+    DoRA over all layers is one thing to know and not a hundred. Programs get every fault.
+    """
+    alike: dict[tuple[str, str], list[Fault]] = {}
+    for fault in faults:
+        alike.setdefault((fault.code, fault.message), []).append(fault)
+    lines = []
+    for found in alike.values():
+        if len(found) <= _ALIKE_SHOWN:
+            lines += [f"  - {fault}" for fault in found]
+        else:
+            first = found[0]
+            lines.append(f"  - {first.where} and {len(found) - 1} more: {first.message}")
+    return lines
+
+
 class MoeloraError(Exception):
     """Base of all errors that moelora raises on purpose."""
 
@@ -72,7 +94,7 @@ class FaultsError(InputError):
     ) -> None:
         self.faults = tuple(faults)
         n = len(self.faults)
-        lines = "\n".join(f"  - {fault}" for fault in self.faults)
+        lines = "\n".join(fault_lines(self.faults))
         super().__init__(f"{what}: {n} fault{'s' if n != 1 else ''}\n{lines}", hint=hint, **details)
 
     def to_json(self) -> dict[str, Any]:

@@ -9,15 +9,16 @@ from typing import Any
 
 from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import BaseModel
-from moelora.slicing.errors import Fault
+from moelora.slicing.errors import Fault, fault_lines
 from moelora.slicing.formats import read_modules
 from moelora.slicing.formats.reading import shorten
 from moelora.slicing.gc_pause import gc_paused
+from moelora.slicing.hints import hint_for
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
 from moelora.slicing.lora import LoraModule
 from moelora.slicing.options import PlanOptions
 from moelora.slicing.plan import DTYPE_BYTES, PlannedModule, absent_layers, nothing_found
-from moelora.slicing.plan_text import human_bytes
+from moelora.slicing.plan_text import VALUES_NOT_READ, human_bytes
 from moelora.slicing.roles import place
 
 
@@ -73,9 +74,11 @@ class InspectReport:
             "modules": [vars(kind) for kind in self.kinds],
             "skipped": self.skipped,
             "warnings": self.warnings,
+            "values_read": False,
             "faults": [
                 {"code": f.code, "where": f.where, "message": f.message} for f in self.faults
             ],
+            "hint": hint_for(self.faults),
         }
 
     def to_text(self) -> str:
@@ -107,7 +110,10 @@ class InspectReport:
         if self.base is None:
             lines.append("not checked against a base model: name it with --base")
         lines.append(f"faults: {len(self.faults) or 'none found'}")
-        lines += [f"  - {fault}" for fault in self.faults]
+        lines += fault_lines(self.faults)
+        if hint := body["hint"]:
+            lines.append(f"hint: {hint}")
+        lines.append(VALUES_NOT_READ)
         return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from moelora.slicing.base_model import BaseModel
 from moelora.slicing.errors import Fault, FaultsError, InputError, NotDivisibleError
 from moelora.slicing.formats import Skip, read_modules
 from moelora.slicing.gc_pause import gc_paused
+from moelora.slicing.hints import hint_for
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout, RankCoords
 from moelora.slicing.lora import Factor, LoraModule
 from moelora.slicing.options import PlanOptions
@@ -116,6 +117,7 @@ class ShardPlan:
         from moelora.slicing.manifest import plan_body
 
         body = plan_body(self, restore=False)
+        body["values_read"] = False
         for entry, coords in zip(body["ranks"], self.layout.all_coords(), strict=True):
             entry["tensor_bytes"] = self.rank_bytes(coords.tp_rank)
         for entry, planned in zip(body["modules"], self.modules, strict=True):
@@ -182,7 +184,7 @@ def plan_shards(
         faults.append(nothing_found(adapter))
     if faults:
         sizes, would_do = _sizes_that_work(planned, layout) if uneven else ({}, "")
-        hint = "; ".join(text for text in (would_do, _hint(faults)) if text)
+        hint = "; ".join(text for text in (would_do, hint_for(faults)) if text)
         raise FaultsError(adapter.name_or_path, faults, hint=hint, **sizes)
     skips = [*reading.skips, *absent_layers(base, planned, reading.skips)]
     plan = ShardPlan(
@@ -254,15 +256,6 @@ def _counts(skip: Skip) -> bool:
 def _strict_fault(skip: Skip, base: BaseModel) -> Fault:
     message = f"layer {skip.layer} of {base.model_type} has no {skip.what} (--strict)"
     return Fault("absent_in_layer", skip.keys[0], message)
-
-
-def _hint(faults: list[Fault]) -> str:
-    codes = {fault.code for fault in faults}
-    if codes == {"absent_in_model"}:
-        return "is this adapter for another base model? --base names the right one"
-    if "unsupported" in codes:
-        return "see the README, 'What is refused'"
-    return ""
 
 
 def absent_layers(base: BaseModel, planned: list[PlannedModule], known: list[Skip]) -> list[Skip]:

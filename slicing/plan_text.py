@@ -9,6 +9,9 @@ from moelora.slicing.formats.reading import shorten
 if TYPE_CHECKING:
     from moelora.slicing.plan import PlannedModule, ShardPlan
 
+# Said wherever only config and headers were looked at: no fault found is less there.
+VALUES_NOT_READ = "values: not read; shard looks for NaN and Inf when it writes"
+
 
 def human_bytes(count: float) -> str:
     """Return a size with a binary unit: ``1.5 MiB``."""
@@ -61,6 +64,7 @@ def plan_text(plan: ShardPlan) -> str:
             f"  {what}: {reason}" + ("" if found == [-1] else f", layers {shorten(found)}")
             for (what, reason), found in sorted(layers.items())
         ]
+    lines += ["", VALUES_NOT_READ]
     return "\n".join(lines)
 
 

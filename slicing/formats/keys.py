@@ -13,6 +13,9 @@ _LORA = re.compile(
     r"(?:\.(?P<rest>.+))?"
 )
 
+# what ``--ignore`` takes to leave out the copies that PEFT saves beside LoRA on the vocabulary
+COPIES = r"base_layer\.weight$"
+
 
 @dataclass(frozen=True)
 class LoraKey:
@@ -55,8 +58,9 @@ def _not_lora(key: str) -> Fault:
     if key.endswith(".base_layer.bias"):
         return Fault("unsupported", key, "is a trained bias of the base, which would be lost")
     if ".base_layer." in key:
-        message = "is a full copy of a base weight (save_embedding_layers): remove it, or if the "
-        return Fault("unsupported", key, message + "vocabulary was changed, merge the adapter")
+        message = "is a full copy of a base weight (save_embedding_layers), not LoRA"
+        is_copy = key.endswith(".base_layer.weight")
+        return Fault("unsupported", key, message, {"ignore": COPIES} if is_copy else {})
     if key.endswith((".weight", ".bias")):
         message = "is a full weight (modules_to_save), not LoRA, and would be lost"
         return Fault("unsupported", key, message)

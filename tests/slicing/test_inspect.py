@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ from made_adapters import PREFIX, Tiny, expert_pairs, flat_pair, open_small, pai
 
 from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import load_base_model
+from moelora.slicing.errors import FaultsError
 from moelora.slicing.inspect import InspectReport, inspect_adapter
+from moelora.slicing.layout import ParallelLayout
+from moelora.slicing.options import PlanOptions
+from moelora.slicing.plan import plan_shards
+from moelora.slicing.write import write_shards
 
 Q = "model.layers.0.self_attn.q_proj"
 EXPERTS = "model.layers.0.mlp.experts"
@@ -43,6 +49,7 @@ def test_json_of_a_sound_adapter(tiny: dict[str, Tiny]) -> None:
         "layers": [0, 1, 2],
         "reason": "absent_in_layer",
     }
+    assert body["values_read"] is False and body["hint"] == ""
     assert body["bytes"] == report.bytes == sum(kind["bytes"] for kind in body["modules"])
 
 
@@ -57,6 +64,7 @@ def test_text_of_a_sound_adapter(tiny: dict[str, Tiny]) -> None:
         "r 5, scaling 2, experts 16 of 16, layers 0-3",
         "self_attn.q_proj: absent_in_layer, layers 0-2",
         "faults: none found",
+        "values: not read",
     ):
         assert part in text
 
@@ -120,3 +128,51 @@ def test_what_shard_refuses_is_a_fault_here(tmp_path: Path) -> None:
     adapter, base = open_small(tmp_path, tensors, family="qwen3_next")
     report = inspect_adapter(adapter, base)
     assert [fault.code for fault in report.faults] == ["empty"]
+
+
+def test_nan_is_not_said_to_be_absent(tmp_path: Path) -> None:
+    """Neither inspect nor a dry run looks at values, and both say so."""
+    tensors = {key: value * float("nan") for key, value in pair(Q, 16, 10).items()}
+    adapter, base = open_small(tmp_path, tensors)
+    report, plan = inspect_adapter(adapter, base), plan_shards(adapter, base, ParallelLayout(2))
+    assert not report.faults
+    for shown in (report, plan):
+        assert "values: not read; shard looks for NaN and Inf" in shown.to_text()
+        assert shown.to_json()["values_read"] is False
+    with pytest.raises(FaultsError, match="values are NaN or Inf"):
+        write_shards(plan, tmp_path / "out")
+
+
+def test_many_faults_that_say_the_same_are_one_line(tmp_path: Path) -> None:
+    tensors = pair(Q, 16, 10)
+    for layer in range(8):
+        key = f"{PREFIX}model.layers.{layer}.self_attn.q_proj.lora_magnitude_vector"
+        tensors[key] = torch.ones(16)
+    adapter, base = open_small(tmp_path, tensors, use_dora=True)
+    report = inspect_adapter(adapter, base)
+    assert len(report.to_json()["faults"]) == len(report.faults) == 9
+    with pytest.raises(FaultsError, match=": 9 faults") as caught:
+        plan_shards(adapter, base, ParallelLayout(2))
+    assert len(caught.value.to_json()["faults"]) == 9
+    for text in (report.to_text(), str(caught.value)):
+        lines = [line for line in text.splitlines() if "belongs to DoRA" in line]
+        first = f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector"
+        assert len(lines) == 1
+        assert lines[0].startswith(f"  - {first} and 7 more: ")
+
+
+def test_copies_of_the_vocabulary_name_the_way_out(tmp_path: Path) -> None:
+    """What PEFT's save_embedding_layers adds: refused, and the hint's own option leaves it out."""
+    copy = f"{PREFIX}model.embed_tokens.base_layer.weight"
+    tensors = {**pair(Q, 16, 10), copy: torch.zeros(12, 10)}
+    adapter, base = open_small(tmp_path, tensors)
+    report = inspect_adapter(adapter, base)
+    with pytest.raises(FaultsError) as caught:
+        plan_shards(adapter, base, ParallelLayout(2))
+    option = r"--ignore 'base_layer\.weight$'"
+    assert option in caught.value.hint and option in report.to_json()["hint"]
+    assert f"hint: {caught.value.hint}" in report.to_text()
+    ignore = PlanOptions(ignore=(shlex.split(option)[1],))
+    assert not inspect_adapter(adapter, base, ignore).faults
+    plan = plan_shards(adapter, base, ParallelLayout(2), options=ignore)
+    assert [skip.keys for skip in plan.skips if skip.keys] == [(copy,)]
