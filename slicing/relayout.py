@@ -46,7 +46,12 @@ SWAPPED = ("llama4", "llama4_text")
 
 def routed(shards: ShardSet) -> list[Config]:
     """Return the manifest's entries of the routed experts."""
-    return [m for m in shards.body["modules"] if m["role"].startswith("routed_")]
+    return routed_entries(shards.body["modules"])
+
+
+def routed_entries(modules: list[Config]) -> list[Config]:
+    """Return the entries of the routed experts among a manifest's modules."""
+    return [m for m in modules if m["role"].startswith("routed_")]
 
 
 def refuse_experts(shards: ShardSet, target_layout: str) -> None:
@@ -164,17 +169,18 @@ def _interleaved(entry: Config) -> bool:
 
 def _config(config: Config, modules: list[Config], target_layout: str, model_type: str) -> Config:
     config = dict(config)
-    experts = [m for m in modules if m["role"].startswith("routed_")]
+    experts = routed_entries(modules)
     targets = config.get("target_modules")
+    others = _other_parameters(config, experts)
     if target_layout == "per_expert":
-        config["target_parameters"] = None
+        config["target_parameters"] = others or None
         if isinstance(targets, list):
             parts = {part for e in experts for part in PARTS[e["role"]]}
             names = {per_expert_path(model_type, "." + part).removeprefix(".") for part in parts}
             config["target_modules"] = sorted(set(targets) | names)
     else:
         leaves = sorted({e["path"].rpartition(".")[2] for e in experts})
-        config["target_parameters"] = [f"experts.{leaf}" for leaf in leaves]
+        config["target_parameters"] = [f"experts.{leaf}" for leaf in leaves] + others
         # what is written is what PEFT since 0.19.1 writes, whoever wrote the source
         if "lora_B_layout" in config:
             config["lora_B_layout"] = "rank_major"
@@ -186,6 +192,16 @@ def _config(config: Config, modules: list[Config], target_layout: str, model_typ
             experts_only = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"} - used
             config["target_modules"] = sorted(set(targets) - experts_only)
     return config | _patterns(config, experts, target_layout, model_type)
+
+
+def _other_parameters(config: Config, experts: list[Config]) -> list[str]:
+    """Return the target_parameters that are no experts, such as a router: they keep their keys."""
+    named = config.get("target_parameters")
+    return [
+        name
+        for name in (named if isinstance(named, list) else [])
+        if not any(f".{entry['path']}".endswith(f".{name}") for entry in experts)
+    ]
 
 
 def _patterns(config: Config, experts: list[Config], target_layout: str, model_type: str) -> Config:
