@@ -14,9 +14,11 @@ from moelora.slicing.bounded_json import read_json_object, to_json_bytes
 from moelora.slicing.errors import Fault, FaultsError, UsageError
 from moelora.slicing.header import DTYPE_SIZES
 from moelora.slicing.join import join_each
+from moelora.slicing.left_out import left_out, left_out_text
 from moelora.slicing.lora import widest
 from moelora.slicing.manifest import MANIFEST_NAME, described_hash
 from moelora.slicing.output_folder import sync_folder, whole_folder, write_synced
+from moelora.slicing.per_expert_in_peft import per_expert_warnings
 from moelora.slicing.plan import DTYPE_FLAGS
 from moelora.slicing.rank_tensors import RankTensors
 from moelora.slicing.read import ShardSet
@@ -33,7 +35,10 @@ TARGET_LAYOUTS = ("source", "per_expert", "target_parameters")
 
 @dataclass(frozen=True)
 class UnshardReport:
-    """What was written. bit_for_bit: each tensor holds the source's own bits, under its keys."""
+    """What was written. bit_for_bit: each tensor holds the source's own bits, under its keys.
+
+    left_out: the source's tensors that the set does not hold, as its manifest lists them.
+    """
 
     out: Path
     tensors: int
@@ -41,6 +46,7 @@ class UnshardReport:
     target_layout: str
     bit_for_bit: bool
     warnings: tuple[str, ...] = ()
+    left_out: tuple[dict[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -49,14 +55,16 @@ class UnshardReport:
             "bytes": self.bytes,
             "target_layout": self.target_layout,
             "bit_for_bit": self.bit_for_bit,
+            "left_out": list(self.left_out),
             "warnings": list(self.warnings),
         }
 
     def to_text(self) -> str:
         exact = ", bit for bit the source's" if self.bit_for_bit else ""
+        missing = left_out_text(list(self.left_out))
         return (
             f"{self.out}: a PEFT adapter of {self.tensors} tensors, {self.bytes} bytes, "
-            f"layout {self.target_layout}{exact}"
+            f"layout {self.target_layout}{exact}" + (f", {missing}" if missing else "")
         )
 
 
@@ -102,9 +110,14 @@ def unshard(
             write_synced(folder / CONFIG_NAME, config_bytes)
             sync_folder(folder)
     size = sum(prod(shape) * DTYPE_SIZES[dtype] for dtype, shape in shapes.values())
-    warnings = tuple(f"the set was cast: {text}" for text in lossy)
+    warnings = [f"the set was cast: {text}" for text in lossy]
+    if target_layout == "per_expert":
+        warnings += per_expert_warnings(opened.body)
     exact = target_layout == "source" and not lossy
-    return UnshardReport(out_dir, len(shapes), size, target_layout, exact, warnings)
+    return UnshardReport(
+        out_dir, len(shapes), size, target_layout, exact, tuple(warnings),
+        tuple(left_out(opened.body)),
+    )  # fmt: skip
 
 
 _AGAIN = "copy the set again or shard again"

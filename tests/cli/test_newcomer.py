@@ -129,6 +129,37 @@ def test_unshard_says_whether_the_bits_are_the_sources(mine, cli) -> None:
     assert (body["bit_for_bit"], body["warnings"]) == (True, [])
 
 
+def test_unshard_says_what_the_set_was_made_without(mine, cli) -> None:
+    ignore = ("--ignore", r"q_proj\.lora", "--ignore", r"layers\.0\.self_attn\.k_proj")
+    assert cli(*SHARD, *ignore, "-o", "less").code == 0
+    line = cli("unshard", "less", "-o", "back").stdout.strip()
+    assert line.endswith(
+        "bit for bit the source's, without the 3 ignored (self_attn.k_proj in layers 0, "
+        "self_attn.q_proj in layers 0-1)"
+    )
+    body = json.loads(cli("unshard", "less", "-o", "back2", "--json").stdout)
+    assert [(one["what"], one["layers"]) for one in body["left_out"]] == [
+        ("self_attn.k_proj", [0]),
+        ("self_attn.q_proj", [0, 1]),
+    ]
+    assert json.loads(cli("unshard", "shards", "-o", "b", "--json").stdout)["left_out"] == []
+
+
+def test_unshard_warns_of_experts_that_peft_drops(tmp_path, cli) -> None:
+    from moelora.validate.tiny_models import tiny_base, tiny_full_adapter
+
+    tiny_base("gpt_oss", tmp_path / "base")
+    tiny_full_adapter(tmp_path / "base", tmp_path / "adapter")
+    shards, back = str(tmp_path / "shards"), str(tmp_path / "back")
+    assert cli("shard", str(tmp_path / "adapter"), "--tp", "2", "-o", shards).code == 0
+    for layout, warned in (("per_expert", True), ("target_parameters", False), ("source", False)):
+        line = ("unshard", shards, "-o", back, "--force", "--target-layout", layout)
+        result = cli(*line, "--json")
+        text = "warning: per_expert is not known to load for gpt_oss"
+        assert (text in result.stderr) == warned
+        assert bool(json.loads(result.stdout)["warnings"]) == warned
+
+
 # --- demo
 
 
