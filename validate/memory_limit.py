@@ -35,9 +35,16 @@ def check_options(limit: int | None, folder: Path | None) -> None:
     if folder is None:
         return
     if limit is None:
-        raise UsageError("--offload-folder is for weights that --max-gpu-memory streams")
+        raise UsageError(
+            "--offload-folder is for weights that --max-gpu-memory streams",
+            hint="add --max-gpu-memory SIZE, such as 24GiB",
+        )
     if not folder.is_dir():
-        raise UsageError(f"--offload-folder {folder}: no such folder")
+        what = "is no folder" if folder.exists() else "no such folder"
+        raise UsageError(
+            f"--offload-folder {folder}: {what}",
+            hint="create it first, on a disk with room for the base's weights",
+        )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ used and forgets when memory is short, so a base may be larger than the host's m
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,11 +100,25 @@ def load_home(
     source = None if "state_dict" in options else folder
     if home.folder is not None:
         options |= {"device_map": home.devices, "offload_folder": str(home.folder)}
-    model, info = cls.from_pretrained(source, **options)
+    with _quiet("accelerate.big_modeling"):
+        model, info = cls.from_pretrained(source, **options)
     check(info)
     if home.folder is not None:
         _take_over(model, home)
     return model, info
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Keep a library's warnings off stderr: accelerate warns that weights were offloaded, which is
+    what was asked for."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _take_over(model: nn.Module, home: Home) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moelora.slicing.errors import UsageError
+from moelora.slicing.plan_text import human_bytes
 from moelora.validate.bench import Bench, Options, Progress, opened
 from moelora.validate.check_bytes import check_bytes
 from moelora.validate.check_damage import check_damage
@@ -134,10 +135,20 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
             report.diagnosis = first_difference(
                 model, sharded, bench.witness, reference, tokens, limits.floor_factor
             )
-    own = streamed(model)
+    _describe_memory(report, bench, model)
+    return Run(deltas, model, tokens, reference)
+
+
+def _describe_memory(report: VerifyReport, bench: Bench, model: nn.Module) -> None:
+    """Say what of the base was in memory at a time. A GPU's limit stands beside its own peak; on a
+    CPU only the base's weights are counted, so there it stands here."""
+    own, limit = streamed(model), bench.options.max_gpu_memory
     if own is not None:
         report.setting["base memory"] = own.describe()
-    return Run(deltas, model, tokens, reference)
+    elif limit is not None and bench.device == "cpu":
+        report.setting["base memory"] = "all of it at once"
+    if limit is not None and bench.device == "cpu":
+        report.setting["base memory"] += f", limit {human_bytes(limit)}"
 
 
 def _deltas(report: VerifyReport, bench: Bench, deltas: Deltas) -> list[ModuleResult]:
