@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from moelora.slicing.adapter import Adapter
     from moelora.slicing.base_model import BaseModel
     from moelora.slicing.plan import ShardPlan
+    from moelora.slicing.write import WriteReport
 
 EPILOG = examples(
     "moelora shard ./my-adapter --tp 4 --ep 2",
@@ -193,10 +194,9 @@ def shard(
             if dry_run:
                 _report_dry_run(plan, target, force, out)
                 return ExitCode.OK
-            _write(plan, target, wanted, force, out)
+            report = _write(plan, target, wanted, force, out)
         if wanted is not None and len(wanted) < tp:
-            out.note(f"{len(wanted)} of {tp} ranks written: only a whole set can be verified")
-            out.note(f"when all are: {shlex.join(['moelora', 'shard', '--finish', str(target)])}")
+            out.note(_parts_line(target, len(report.present), tp))
             return ExitCode.OK
         out.note(f"next: {verify_line(target, adapter, base, base_config, revision)}")
         return ExitCode.OK
@@ -217,8 +217,22 @@ def _finish(folder: Path, adapter: str | None, out: Output) -> int:
 
     report = finish_parts(folder, adapter)
     out.report(report.to_json(), report.to_text())
-    out.note(f"next: {shlex.join(['moelora', 'verify', str(folder)])}")
+    made_of = report.made_of
+    assert made_of is not None
+    # a base that the adapter does not name was given: a folder, a Hub id, or a config's file
+    config = Path(made_of.base) if made_of.base and os.path.isfile(made_of.base) else None
+    base = None if config else made_of.base
+    out.note(f"next: {verify_line(folder, made_of.adapter, base, config, made_of.revision)}")
     return ExitCode.OK
+
+
+def _parts_line(target: Path, present: int, tp: int) -> str:
+    """Return what to do with a folder in which ``present`` of ``tp`` ranks lie, this run's and
+    others'."""
+    finish = shlex.join(["moelora", "shard", "--finish", str(target)])
+    if present == tp:
+        return f"all {tp} ranks are written: {finish}"
+    return f"{present} of {tp} ranks are written; when all are: {finish}"
 
 
 def verify_line(
@@ -267,7 +281,7 @@ def _report_dry_run(plan: ShardPlan, target: Path, force: bool, out: Output) -> 
 
 def _write(
     plan: ShardPlan, target: Path, ranks: list[int] | None, force: bool, out: Output
-) -> None:
+) -> WriteReport:
     from moelora.slicing.write import write_shards
 
     with progress_bar(plan.total_bytes(ranks), "shard") as progress:
@@ -275,3 +289,4 @@ def _write(
     for warning in report.warnings[len(plan.warnings) :]:
         out.warn(warning)
     out.report(report.to_json(), report.to_text(), done=f"{target} was written whole")
+    return report

@@ -31,7 +31,7 @@ from moelora.slicing.output_folder import (
 )
 from moelora.slicing.plan import ShardPlan
 from moelora.slicing.pour import Progress
-from moelora.slicing.write import WriteReport, check_written, to_bytes, write_ranks
+from moelora.slicing.write import MadeOf, WriteReport, check_written, to_bytes, write_ranks
 
 PART = re.compile(r"moelora\.part-(\d{5})-of-(\d{5})\.json")
 _WORK = ".moelora-run-"
@@ -88,7 +88,8 @@ def write_parts(
             sync_folder(out_dir)
     except OSError as error:
         raise output_error(out_dir, error) from error
-    return WriteReport(typed, entries, [*plan.warnings, *found], partial=True)
+    present = [_rank_of(path) for path in part_files(out_dir)]
+    return WriteReport(typed, entries, [*plan.warnings, *found], partial=True, present=present)
 
 
 def _check_shared(out_dir: Path, plan: ShardPlan, ranks: list[int], force: bool) -> None:
@@ -213,13 +214,15 @@ def finish_parts(folder: Path | str, adapter: str | None = None) -> WriteReport:
             damage = beside.submit(in_threads, partial(_damage, folder), entries)
             body["adapter"]["files"] = opened.file_hashes()
         opened.check_unchanged()
+        base = body["base_model"]["name_or_path"]
+        made_of = MadeOf(name, opened.revision, base if base != opened.base_name else None)
     faults = [fault for found in damage.result() for fault in found]
     if sha256_of(folder / CONFIG_NAME) != body["adapter"]["files"][CONFIG_NAME]:
         faults.append(Fault("sha256", CONFIG_NAME, "is not the adapter's"))
     if faults:
         raise FaultsError(str(folder), faults, hint=_HINT)
     _write_manifest(folder, to_bytes(body))
-    return WriteReport(folder, entries, body["warnings"], partial=False)
+    return WriteReport(folder, entries, body["warnings"], partial=False, made_of=made_of)
 
 
 def _write_manifest(folder: Path, data: bytes) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,28 @@ from moelora.slicing.value_faults import not_finite, too_large
 
 
 @dataclass(frozen=True)
+class MadeOf:
+    """What a set was made of. base: None where it is the one that the adapter names."""
+
+    adapter: str
+    revision: str | None
+    base: str | None
+
+
+@dataclass(frozen=True)
 class WriteReport:
-    """What was written. ranks: the manifest's entries, with hashes."""
+    """What was written. ranks: the manifest's entries, with hashes.
+
+    present: of a partial run, the ranks that lie in the folder now, other runs' among them.
+    made_of: of a set that was finished, adapter, revision and base as the runs named them.
+    """
 
     out: Path
     ranks: list[dict[str, Any]]
     warnings: list[str]
     partial: bool
+    present: list[int] = field(default_factory=list)
+    made_of: MadeOf | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -36,17 +50,14 @@ class WriteReport:
             "partial": self.partial,
             "ranks": self.ranks,
             "warnings": self.warnings,
-        }
+        } | ({"ranks_present": self.present} if self.partial else {})
 
     def to_text(self) -> str:
         total = human_bytes(sum(rank["bytes"] for rank in self.ranks))
         lines = [f"{self.out}: {len(self.ranks)} rank files, {total}"]
         lines += [f"  {rank['file']}  {human_bytes(rank['bytes'])}" for rank in self.ranks]
         if self.partial:
-            lines.append(
-                "  only some ranks: this is not a shard set yet; when all are written, join them "
-                f"with: moelora shard --finish {shlex.quote(str(self.out))}"
-            )
+            lines.append("  only some ranks: this is not a shard set yet")
         return "\n".join(lines)
 
 

@@ -33,6 +33,7 @@ class Report:
         self.document: dict[str, Any] = {"kind": "report"}
         self.faults: list[str] = []
         self.warnings: list[str] = []
+        self.present: list[int] = []
         self.verdict = "pass"
         self.exit_code = 0
         self.__dict__.update(fields)
@@ -120,7 +121,9 @@ class FakeLibrary:
     def write_shards(self, plan: Report, out_dir: Path, **kwargs: Any) -> Report:
         if kwargs["progress"]:
             kwargs["progress"](100)
-        return self.call("write_shards", out_dir=out_dir, **kwargs)
+        report = self.call("write_shards", out_dir=out_dir, **kwargs)
+        report.present = kwargs["ranks"] or []
+        return report
 
     def unshard(self, shards: Path, out_dir: Path, **kwargs: Any) -> Report:
         return self.call("unshard", shards=shards, out_dir=out_dir, **kwargs)

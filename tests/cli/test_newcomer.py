@@ -129,6 +129,36 @@ def test_unshard_says_whether_the_bits_are_the_sources(mine, cli) -> None:
     assert (body["bit_for_bit"], body["warnings"]) == (True, [])
 
 
+def test_ranks_in_the_folder_are_counted_and_the_way_on_is_said_once(mine, cli) -> None:
+    one = cli(*SHARD, "--ranks", "1", "-o", "parts")
+    assert one.stderr.endswith(
+        "1 of 2 ranks are written; when all are: moelora shard --finish parts\n"
+    )
+    other = cli(*SHARD, "--ranks", "0", "-o", "parts", "--json")
+    assert other.stderr.endswith("all 2 ranks are written: moelora shard --finish parts\n")
+    assert json.loads(other.stdout)["ranks_present"] == [0, 1]
+    for result in (one, other):
+        assert (result.stdout + result.stderr).count("--finish") == 1
+
+
+@pytest.mark.parametrize(
+    "base", [(), ("--base", "moved"), ("--base-config", "moved/config.json")], ids=str
+)
+def test_finish_ends_with_the_line_of_a_plain_run(base, mine, cli) -> None:
+    if base:
+        forget_base()
+        config = json.loads(Path("adapter/adapter_config.json").read_text())
+        config["base_model_name_or_path"] = None
+        Path("adapter/adapter_config.json").write_text(json.dumps(config))
+    plain = cli(*SHARD, *base, "-o", "out").stderr.splitlines()[-1]
+    assert "--adapter adapter" in plain
+    for rank in "01":
+        assert cli(*SHARD, *base, "-o", "parts", "--ranks", rank).code == 0
+    assert cli("shard", "--finish", "parts").stderr.splitlines()[-1] == plain.replace(
+        " out ", " parts "
+    )
+
+
 def test_unshard_says_what_the_set_was_made_without(mine, cli) -> None:
     ignore = ("--ignore", r"q_proj\.lora", "--ignore", r"layers\.0\.self_attn\.k_proj")
     assert cli(*SHARD, *ignore, "-o", "less").code == 0
