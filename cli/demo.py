@@ -33,7 +33,7 @@ ForceOption = Annotated[
 def demo(out_dir: OutOption = None, force: ForceOption = False, as_json: JsonOption = False) -> int:
     """Build two tiny random MoE models with adapters, then inspect, shard, verify and unshard.
 
-    Last, it corrupts one byte of one shard and shows that verify refuses it. Takes less than a
+    Last, it flips one bit of one shard in a copy and shows that verify refuses it. Takes less than a
     minute on 2 cores, needs no GPU and no network.
     """
     with reporting("demo", as_json) as out:

@@ -29,6 +29,8 @@ from moelora.validate.tiny_models import tiny_adapter, tiny_base
 
 Say = Callable[[str], None]
 LAYOUT = ParallelLayout(tp_size=4, moe_ep_size=2)
+DAMAGED = "adapter-tp4-ep2-damaged"
+SHOWN = 12  # lines of the report on the damaged copy
 MODELS = {"qwen3_moe": "a tiny Qwen3-MoE", "qwen3_next": "a tiny hybrid (Qwen3-Next)"}
 
 
@@ -54,9 +56,9 @@ def run_demo(out_dir: Path | None, say: Say, *, force: bool = False) -> dict[str
     try:
         if out_dir is not None:
             with _own_folder(out_dir, force):
-                return _run_all(out_dir, say)
+                return _run_all(out_dir, say, kept=True)
         with tempfile.TemporaryDirectory(prefix="moelora-demo-") as folder:
-            return _run_all(Path(folder), say)
+            return _run_all(Path(folder), say, kept=False)
     finally:
         torch.set_num_threads(threads)
 
@@ -110,12 +112,18 @@ def _check_demo_folder(folder: Path, force: bool) -> None:
         )
 
 
-def _run_all(root: Path, say: Say) -> dict[str, Any]:
+def _run_all(root: Path, say: Say, *, kept: bool) -> dict[str, Any]:
+    # adapter and manifest record these paths, and what is kept is to work from any folder
+    root = root.absolute()
     results: dict[str, Any] = {}
     for model_type, text in MODELS.items():
         say(f"\n=== {text}, tp {LAYOUT.tp_size}, ep {LAYOUT.moe_ep_size} ===")
         results[model_type] = _one_model(root / model_type, model_type, say)
-    say("\nDemo done: two shard sets verified, unsharded bit for bit, and a damaged one refused.")
+    say("\nDemo done: two shard sets verified, unsharded bit for bit, and damaged copies refused.")
+    if kept:
+        say(f"All of it is in {root}; try: moelora verify {root / next(iter(MODELS)) / DAMAGED}")
+    else:
+        say("Nothing was kept; moelora demo -o DIR keeps the models, adapters and shards.")
     return results
 
 
@@ -137,12 +145,14 @@ def _one_model(folder: Path, model_type: str, say: Say) -> dict[str, Any]:
     say(unshard(shards, back, force=True).to_text())
     _expect(_same_tensors(adapter, back), "unshard did not give the adapter back bit for bit")
     say("every tensor is bit for bit the adapter's own")
-    damaged = folder / "adapter-tp4-ep2-damaged"
+    damaged = folder / DAMAGED
     shutil.copytree(shards, damaged)
-    broken = flip_one_byte(damaged)
+    broken = flip_one_bit(damaged)
     refused = verify(damaged)
     say(f"\none bit of {broken} was flipped in a copy\n$ moelora verify {damaged}")
-    say("\n".join(refused.to_text().splitlines()[:12]))
+    lines = refused.to_text().splitlines()
+    left = len(lines) - SHOWN
+    say("\n".join([*lines[:SHOWN], *([f"... {left} more lines"] if left > 0 else [])]))
     _expect(refused.verdict == "fail", "verify did not refuse a damaged shard")
     return {
         "verdict": report.verdict,
@@ -162,7 +172,7 @@ def _same_tensors(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def flip_one_byte(shards: Path) -> str:
+def flip_one_bit(shards: Path) -> str:
     """Flip the lowest bit of the last byte of rank 1's file; return the file's name."""
     name = json.loads((shards / MANIFEST_NAME).read_text())["ranks"][1]["file"]
     data = bytearray((shards / name).read_bytes())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moelora.slicing.adapter import CONFIG_NAME, sha256_of
+from moelora.slicing.bounded_json import Limits, read_json_object
 from moelora.slicing.errors import FaultsError, InputError
 from moelora.slicing.manifest import MANIFEST_NAME
 from moelora.slicing.read import ShardSet
 from moelora.slicing.source import upload_files
 
+# Of a model with hundreds of layers, a hundred times over.
+REPORT_LIMITS = Limits(bytes=256_000_000, containers=4_000_000)
 RERUN = "run moelora verify SHARDS --json > verify.json on this set, and publish on its exit code 0"
 
 
@@ -81,11 +83,8 @@ def check_report(path: Path, manifest_sha256: str) -> None:
     Raises:
         InputError: it is not.
     """
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not readable as a report: {error}", hint=RERUN) from error
-    if not isinstance(body, dict) or body.get("command") != "verify" or "verdict" not in body:
+    body, _ = read_json_object(path, hint=RERUN, limits=REPORT_LIMITS)
+    if body.get("command") != "verify" or "verdict" not in body:
         raise InputError(f"{path}: is no report of moelora verify", hint=RERUN)
     if "faults" in body:
         raise InputError(

@@ -23,6 +23,7 @@ from moelora.validate.report import WIDTH, Check, Finding, Outcome, VerifyReport
 from moelora.validate.run import Run, make_limits, run_lenses
 from moelora.validate.sharded_model import ShardedModel
 
+LEGEND = "-: not seen by this lens; not run: the fault is in how ranks run, and no file holds it."
 Catch = Literal["caught", "-", "not run"]
 
 
@@ -116,6 +117,7 @@ class SelfTestReport:
         }[self.verdict]
         lines = [headline, f"  {'fault':26s} {'bytes':8s} {'deltas':8s} {'logits':8s}"]
         lines += [row.to_text() for row in self.rows]
+        lines.append(LEGEND)
         lines.append(
             f"Each fault stood in one layer only. {self.seconds:.1f} s; the set itself passes."
         )

@@ -81,6 +81,8 @@ def test_the_table_names_every_fault(report: SelfTestReport) -> None:
     assert text.splitlines()[0] == f"PASS: each of {len(FAULTS)} faults was caught"
     assert all(fault.name in text for fault in FAULTS)
     assert max(map(len, text.splitlines())) <= 100
+    for word in {caught for row in report.rows for caught in row.caught.values()} - {"caught"}:
+        assert f"{word}: " in text.rsplit(FAULTS[-1].name, 1)[1]  # a legend under the table
 
 
 def test_what_cannot_exist_says_why_and_is_not_counted(workshop: Workshop) -> None:
