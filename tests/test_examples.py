@@ -1,9 +1,12 @@
 """The examples run, and the gate's workflow says what it should."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,3 +34,12 @@ def test_publish_gate_uploads_only_after_verify() -> None:
     assert "if:" not in publish, "the upload must depend on the steps before it"
     assert "continue-on-error" not in text
     assert "|" not in text.replace("||", ""), "a pipe would hide verify's exit code"
+
+
+@pytest.mark.parametrize("name", ["publish_gate.yml", "gitlab_gate.yml"])
+def test_gates_install_from_the_repository(name: str) -> None:
+    """There is no moelora on an index; whatever has that name there is something else."""
+    text = (ROOT / "examples" / name).read_text()
+    assert "pip install" in text
+    assert not re.findall(r"pip install \"?moelora", text)
+    assert "git+https://github.com/OWNER/moelora@v0" in text and "replace OWNER" in text
