@@ -13,9 +13,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from enum import Enum
-from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
@@ -108,26 +107,6 @@ def step_bar() -> Iterator[Callable[[str, int, int], None] | None]:
         yield show
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a report file whole: a reader never sees half of one.
-
-    Raises:
-        OutputError: the folder is missing or not writable.
-    """
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-        part.replace(path)
-    except BaseException as error:
-        with suppress(OSError):  # such as a name too long to be there
-            part.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
-        raise OutputError(
-            f"{path}: {error.strerror or error}", hint="choose a folder that exists"
-        ) from error
-
-
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Let an interrupt pass by while reports are written: the work is done, and half a report, or
@@ -152,20 +131,6 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def remove_file(path: Path) -> None:
-    """Remove the file of an earlier run, if there is one.
-
-    Raises:
-        OutputError: it is there and may not be removed.
-    """
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"{path}: {error.strerror or error}", hint="name a file that you may write"
-        ) from error
 
 
 def tell_github(report: Any) -> None:

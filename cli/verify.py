@@ -21,13 +21,12 @@ from moelora.cli.options import (
     parse_bytes,
 )
 from moelora.cli.output import (
-    remove_file,
     reporting,
     step_bar,
     tell_github,
     uninterrupted,
-    write_file,
 )
+from moelora.cli.report_files import make_room, write_file
 from moelora.slicing.errors import UsageError
 
 EPILOG = examples(
@@ -200,13 +199,12 @@ def verify(
     if kernel == "triton" and device == "cpu":
         # Without a GPU Triton can only interpret, and it decides that when first imported.
         os.environ["TRITON_INTERPRET"] = "1"
-    for file in (junit_xml, html):
-        if file is not None:  # a report of an earlier run must not outlive this one's failure
-            remove_file(file)
     folders = shards or [Path(".")]
     if self_test and len(folders) > 1:
         raise UsageError("--self-test takes one shard set")
     with reporting("verify", as_json) as out:
+        read = [Path(name) for name in (adapter, base, base_config, prompts) if name]
+        make_room([file for file in (junit_xml, html) if file], [*folders, *read])
         for folder in folders:
             _look_first(folder, adapter, base)
         library = import_module("moelora.validate")

@@ -207,7 +207,7 @@ def test_a_report_file_of_an_earlier_run_does_not_outlive_a_failure(
     moelora, library, tmp_path
 ) -> None:
     junit = tmp_path / "junit.xml"
-    junit.write_text("all green")
+    junit.write_text('<?xml version="1.0"?>\n<testsuites name="moelora verify" failures="0">')
     library.raises["verify"] = InputError("unreadable")
     assert moelora("verify", "--junit-xml", str(junit)).code == 3
     assert not junit.exists()

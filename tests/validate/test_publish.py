@@ -158,6 +158,33 @@ def test_a_report_that_is_no_json_is_refused(verified: tuple[Path, Path], text: 
         publish(shards, "me/shards", report)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            json.dumps({"command": "verify", "verdict": "pass", "exit_code": 0, "checks": checks})
+            for checks in ([1], None, [{"outcome": "pass"}], [{"outcome": "pass", "lens": [1]}])
+        ),
+        "[" * 200_000,
+        '{"a":' * 5_000 + "1" + "}" * 5_000,
+    ],
+    ids=["numbers", "null", "no lens", "odd lens", "deep list", "deep object"],
+)
+def test_a_report_of_any_shape_is_refused_in_words(verified: tuple[Path, Path], text: str) -> None:
+    shards, report = verified
+    report.write_text(text)
+    with pytest.raises(InputError, match=report.name):
+        publish(shards, "me/shards", report, dry_run=True)
+
+
+def test_a_report_that_is_no_regular_file_is_refused(verified: tuple[Path, Path]) -> None:
+    shards, report = verified
+    pipe = report.with_name("pipe")
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match="no regular file"):
+        publish(shards, "me/shards", pipe, dry_run=True)
+
+
 def test_a_set_that_changed_since_is_refused(verified: tuple[Path, Path]) -> None:
     shards, report = verified
     path = rank_file(shards, 1)
