@@ -37,6 +37,18 @@ def read_json_object(
     """
     limits = limits or Limits()
     raw = read_small_file(path, limits.bytes)
+    return json_object(path, raw, hint=hint, limits=limits), raw
+
+
+def json_object(
+    path: Path, raw: bytes, *, hint: str = "", limits: Limits | None = None
+) -> dict[str, Any]:
+    """Return the object that ``raw`` holds, the bytes of a file.
+
+    Raises:
+        InputError: too many parts, too deep, not JSON, not an object, or a key stands twice.
+    """
+    limits = limits or Limits()
     count = raw.count(b"{") + raw.count(b"[")
     if count > limits.containers:
         raise InputError(
@@ -51,7 +63,7 @@ def read_json_object(
     if not isinstance(body, dict):
         kind = type(body).__name__
         raise InputError(f"{path}: holds {kind}, expected an object", hint=hint)
-    return body, raw
+    return body
 
 
 def parse_json(raw: bytes) -> Any:

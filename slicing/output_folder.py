@@ -64,7 +64,7 @@ def whole_folder(
 def work_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Yield a new folder, locked while it is in use and removed at the end if still there."""
     for _ in range(10):
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        folder = _new_folder(parent, prefix)
         handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         with suppress(OSError):  # a file system without locks: leftovers cannot be told there
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -76,6 +76,18 @@ def work_folder(parent: Path, prefix: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
+
+
+def _new_folder(parent: Path, prefix: str) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    except FileNotFoundError as error:
+        if not parent.is_dir():
+            raise
+        # As /proc does. Nobody removed it: to try again would not help.
+        raise OutputError(
+            f"{parent}: no folder can be made in it", hint="name another folder with -o"
+        ) from error
 
 
 def clear_leftovers(target: Path, found: list[str]) -> None:
@@ -155,6 +167,20 @@ def check_target(target: Path, *, marker: str, force: bool) -> None:
         )
 
 
+def refuse_inside(target: Path, read: Path) -> None:
+    """Refuse a target within a folder that is read: the folder would no longer hold what it did.
+
+    Raises:
+        OutputError: it is in there.
+    """
+    folder = Path(os.path.realpath(read))
+    if folder in Path(os.path.realpath(target)).parents:
+        raise OutputError(
+            f"{target}: is inside {read}, which is read",
+            hint="name a folder outside of it with -o",
+        )
+
+
 def _swap_in(temporary: Path, target: Path) -> None:
     if not target.exists():
         temporary.rename(target)
@@ -217,6 +243,13 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def output_error(target: Path, error: OSError) -> OutputError:
+    """Return the error of a target that could not be written."""
+    there = next((p for p in target.parents if os.path.lexists(p)), target.parent)
+    if error.errno in (errno.EEXIST, errno.ENOTDIR) and not there.is_dir():
+        return OutputError(
+            f"{target}: cannot be written: {there} is no folder",
+            hint="name another folder with -o",
+        )
     hints = {
         errno.ENOSPC: "free some space or name a folder on another disk with -o",
         errno.EFBIG: "the file size limit (ulimit -f) is too low for a rank's file",

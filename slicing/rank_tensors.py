@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from moelora.slicing.errors import InputError
+from moelora.slicing.errors import Fault, InputError
 from moelora.slicing.lora import torch_dtypes
 from moelora.slicing.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     import torch
+
+OTHER_BYTES = "sha256 differs from the manifest's: the bytes were changed"
 
 
 class RankTensors(Mapping[str, "torch.Tensor"]):
@@ -46,12 +48,33 @@ class RankTensors(Mapping[str, "torch.Tensor"]):
     def __len__(self) -> int:
         return len(self._file.tensors)
 
+    def damage(self, entry: dict[str, Any]) -> Fault | None:
+        """Return a fault when the file's bytes are not those that its manifest entry describes.
+
+        The open file is hashed, not what stands under its name by now: with ``check_unchanged``
+        after the reading, the hash is that of the values which were read.
+        """
+        return bytes_fault(entry, self.size, self._file.sha256)
+
     def check_unchanged(self) -> None:
         """Raise InputError when the file was changed since it was opened."""
         self._file.check_unchanged()
 
     def close(self) -> None:
         self._file.close()
+
+
+def bytes_fault(entry: dict[str, Any], size: int, sha256: Callable[[], str]) -> Fault | None:
+    """Return a fault when a file has another size or hash than its manifest entry says.
+
+    sha256: called where the size is right.
+    """
+    if size != entry["bytes"]:
+        message = f"{size} bytes, the manifest says {entry['bytes']}"
+        return Fault("size", entry["file"], message)
+    if sha256() != entry["sha256"]:
+        return Fault("sha256", entry["file"], OTHER_BYTES)
+    return None
 
 
 def _check_dtypes(path: Path, file: TensorFile) -> None:

@@ -16,6 +16,7 @@ from moelora.slicing.lora import torch_dtypes
 from moelora.slicing.manifest import FORMAT, FORMAT_VERSION, MANIFEST_NAME, rank_metadata
 from moelora.slicing.manifest_checks import manifest_faults
 from moelora.slicing.parts import part_files
+from moelora.slicing.rank_tensors import OTHER_BYTES, bytes_fault
 from moelora.slicing.source import path_kind
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 # One list per tensor piece: an adapter of 500 000 tensors, the most that is read, has some 5
 # million, in 500 MB.
 LIMITS = Limits(1_000_000_000, 20_000_000)
+MISSING = "no such file in the set"
 
 
 @dataclass(frozen=True)
@@ -116,27 +118,21 @@ class ShardSet:
 
     def damaged_files(self) -> list[Fault]:
         """Return a fault for each file whose bytes are not those the manifest was written with."""
-        found = in_threads(self._file_fault, self.body["ranks"])
+        found = in_threads(self.file_fault, self.body["ranks"])
         faults = [fault for fault in found if fault is not None]
         config, wanted = self.folder / CONFIG_NAME, self.body["adapter"]["files"].get(CONFIG_NAME)
         if not config.is_file():
-            faults.append(Fault("missing_file", CONFIG_NAME, "no such file in the set"))
+            faults.append(Fault("missing_file", CONFIG_NAME, MISSING))
         elif sha256_of(config) != wanted:
-            message = "sha256 differs from the manifest's: the bytes were changed"
-            faults.append(Fault("sha256", CONFIG_NAME, message))
+            faults.append(Fault("sha256", CONFIG_NAME, OTHER_BYTES))
         return faults
 
-    def _file_fault(self, entry: dict[str, Any]) -> Fault | None:
+    def file_fault(self, entry: dict[str, Any]) -> Fault | None:
+        """Return a fault when a rank's file, as it lies there now, is not what its entry says."""
         path = self.folder / entry["file"]
         if not path.is_file():
-            return Fault("missing_file", entry["file"], "no such file in the set")
-        if path.stat().st_size != entry["bytes"]:
-            message = f"{path.stat().st_size} bytes, the manifest says {entry['bytes']}"
-            return Fault("size", entry["file"], message)
-        if sha256_of(path) != entry["sha256"]:
-            message = "sha256 differs from the manifest's: the bytes were changed"
-            return Fault("sha256", entry["file"], message)
-        return None
+            return Fault("missing_file", entry["file"], MISSING)
+        return bytes_fault(entry, path.stat().st_size, lambda: sha256_of(path))
 
 
 def load_rank(shards: Path | str, tp_rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:

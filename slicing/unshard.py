@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelora.slicing.adapter import CONFIG_NAME, WEIGHTS_NAME
-from moelora.slicing.bounded_json import read_json_object, to_json_bytes
+from moelora.slicing.bounded_json import to_json_bytes
 from moelora.slicing.errors import Fault, FaultsError, UsageError
+from moelora.slicing.hashed import hashed_config, hashed_ranks
 from moelora.slicing.header import DTYPE_SIZES
 from moelora.slicing.join import join_each
 from moelora.slicing.left_out import left_out, left_out_text
 from moelora.slicing.lora import widest
 from moelora.slicing.manifest import MANIFEST_NAME, described_hash
-from moelora.slicing.output_folder import sync_folder, whole_folder, write_synced
+from moelora.slicing.output_folder import refuse_inside, sync_folder, whole_folder, write_synced
 from moelora.slicing.per_expert_in_peft import per_expert_warnings
 from moelora.slicing.plan import DTYPE_FLAGS
 from moelora.slicing.rank_tensors import RankTensors
@@ -85,12 +86,14 @@ def unshard(
     if target_layout not in TARGET_LAYOUTS:
         raise UsageError(f"--target-layout must be one of {TARGET_LAYOUTS}, got {target_layout!r}")
     opened = ShardSet.open(shards)
-    if damage := opened.damaged_files():
-        raise FaultsError(str(shards), damage, hint=_AGAIN)
-    rows = expand_rows(opened)
-    config, config_bytes = read_json_object(opened.folder / CONFIG_NAME, hint=_AGAIN)
+    refuse_inside(out_dir, opened.folder)
     with ExitStack() as stack:
-        ranks = [stack.enter_context(closing(one)) for one in _open_ranks(opened)]
+        # The very files and bytes that are hashed here are read and copied below.
+        ranks, damage = hashed_ranks(opened, stack)
+        config, config_bytes, damaged_config = hashed_config(opened, _AGAIN)
+        if damage or damaged_config:
+            raise FaultsError(str(shards), damage + damaged_config, hint=_AGAIN)
+        rows = expand_rows(opened)
         lossy, wrong = _lossy(opened, ranks[0].dtypes, rows)
         factors = _joined(opened, ranks, wrong)
         if target_layout == "source":
@@ -121,11 +124,6 @@ def unshard(
 
 
 _AGAIN = "copy the set again or shard again"
-
-
-def _open_ranks(shards: ShardSet) -> Iterator[RankTensors]:
-    for rank in range(shards.layout.tp_size):
-        yield RankTensors(shards.rank_path(rank))
 
 
 def _plan(

@@ -190,3 +190,18 @@ def test_the_folder_has_the_usual_permissions(tmp_path: Path) -> None:
     finally:
         os.umask(old)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750  # not mkdtemp's 0o700
+
+
+def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
+    """It was there before: the hint blames no other run."""
+    (tmp_path / "file").write_text("mine")
+    for target in (tmp_path / "file" / "out", tmp_path / "file" / "a" / "out"):
+        with pytest.raises(OutputError, match="file is no folder") as caught:
+            make(target)
+        assert caught.value.hint == "name another folder with -o"
+
+
+def test_a_folder_that_takes_no_new_ones() -> None:
+    with pytest.raises(OutputError, match="no folder can be made in it") as caught:
+        make(Path("/proc/moelora-out"))
+    assert "removed" not in caught.value.hint
