@@ -113,6 +113,9 @@ def test_a_fault_that_no_lens_catches_ends_in_1(
     assert {row.name for row in report.rows if row.slipped} >= {"stale slot"}
     assert report.exit_code == 1
     assert report.to_text().startswith("FAIL: ")
+    assert (
+        "Fail: a fault of the self-test slipped through; the set itself passes" in report.to_html()
+    )
     assert "<- slipped through" in report.to_text()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from shard_sets import Workshop, copy_of, edit_rank, patch_hashes
 
 from moelora.slicing.errors import UsageError
@@ -93,6 +94,23 @@ def test_one_bad_set_fails_them_all(sets: list[Path], tmp_path: Path) -> None:
     assert report.exit_code == 1
     assert [one.verdict for one in report.sets] == ["pass", "fail"]
     assert "down_proj" in json.dumps(mixed(report)["findings"])
+
+
+def test_damage_of_an_adapter_alone_is_not_said_of_the_sets(
+    workshop: Workshop, sets: list[Path], tmp_path: Path
+) -> None:
+    adapter = copy_of(workshop.adapter("qwen3_moe", "per_expert"), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"].zero_()
+    save_file(tensors, file, metadata={"format": "pt"})
+    both = [sets[0], workshop.shards(adapter)]
+    report = verify_several(both, device="cpu", strict=True)
+    assert report.exit_code == 1
+    words = "the adapter itself shows damage (--strict); its shards agree with it"
+    assert report.to_text().startswith(f"FAIL: {words}")
+    assert f"Fail: {words}" in report.to_html()
+    assert verify_several(both, device="cpu").exit_code == 0
 
 
 def test_unlike_sets_are_refused(workshop: Workshop, sets: list[Path]) -> None:
