@@ -72,10 +72,14 @@ def check_logits(
     reference: Reference,
     tokens: torch.Tensor,
     limits: Limits | None = None,
+    *,
+    strict: bool = False,
 ) -> None:
-    """Add the checks of this lens to the report."""
+    """Add the checks of this lens to the report. strict: PEFT and the file must agree."""
     limits = limits or Limits()
     _describe_peft(report, reference, sharded.plan)
+    if reference.peft.differing:
+        _judge_peft(report, reference.peft.differing, sharded.plan, strict)
     if reference.idle:
         report.notes.append(
             f"the model never calls {_some(reference.idle)}: only the deltas lens compares them"
@@ -95,6 +99,23 @@ def check_logits(
 
 def _some(names: list[str]) -> str:
     return f"{len(names)} modules ({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
+
+
+def _judge_peft(report: VerifyReport, differing: list[str], plan: ShardPlan, strict: bool) -> None:
+    """PEFT loads these modules and computes something else: its error, or a stated option's.
+
+    What it drops is not here: there it is known to be PEFT.
+    """
+    findings = [
+        Finding(path, "PEFT computes another delta than the file's own") for path in differing
+    ]
+    detail = f"{len(differing)} modules where PEFT and the file's own deltas disagree"
+    stated = plan.options.expert_b_layout
+    if stated != "auto":
+        detail += f": is --expert-b-layout {stated} right for this adapter?"
+    report.add("logits", "PEFT", findings if strict else [], detail)
+    if not strict:
+        report.checks[-1].warnings = findings
 
 
 def _judge_cast(report: VerifyReport, reference: Reference, limits: Limits) -> None:

@@ -17,7 +17,11 @@ Lens = Literal["bytes", "deltas", "logits", "self-test"]
 SCHEMA_VERSION = 1
 WIDTH = 100
 SHOWN = 12
-DAMAGE = ("deltas", "damage")  # the check that is about the adapter and not about its shards
+# the checks that are about the adapter and not about its shards, with their headlines
+OF_THE_ADAPTER = {
+    ("deltas", "damage"): "the adapter itself shows damage (--strict)",
+    ("logits", "PEFT"): "PEFT computes something else than the adapter's file says (--strict)",
+}
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,14 @@ class VerifyReport:
             return "the shards differ from the adapter"
         rest = _verdict_of([check for check in self.checks if check.outcome != "fail"])
         shards = "its shards agree with it" if rest == "pass" else "no verdict on its shards"
-        return f"the adapter itself shows damage (--strict); {shards}"
+        first = failed[0]
+        return f"{OF_THE_ADAPTER[first.lens, first.name]}; {shards}"
 
     @property
     def damage_alone(self) -> bool:
         """Whether all that failed is about the adapter, under ``--strict``, and not its shards."""
         failed = {(c.lens, c.name) for c in self.checks if c.outcome == "fail"}
-        return failed == {DAMAGE}
+        return bool(failed) and failed <= OF_THE_ADAPTER.keys()
 
     @property
     def exit_code(self) -> int:

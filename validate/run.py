@@ -109,7 +109,7 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
     """
     with prepared(bench) as ahead:
         with bench.timed("bytes"):
-            check_bytes(report, bench.shards, bench.plan, bench.tensors, bench.metadata)
+            check_bytes(report, bench.shards, bench.plan, bench.tensors)
         with bench.timed("deltas"):
             deltas = ahead.wait()
             results = _deltas(report, bench, deltas)
@@ -129,8 +129,9 @@ def run_lenses(report: VerifyReport, bench: Bench, limits: Limits) -> Run | None
         check_graph(report, bench, deltas)
     reference = bench.reference(model, tokens)
     with bench.timed("logits"):
-        check_logits(report, model, bench.sharded(model), reference, tokens, limits)
-    if report.diagnosis is None and report.failed("logits"):
+        strict = bench.options.strict
+        check_logits(report, model, bench.sharded(model), reference, tokens, limits, strict=strict)
+    if report.diagnosis is None and report.failed("logits") and not report.damage_alone:
         with bench.timed("localise"):
             report.diagnosis = first_difference(
                 model, sharded, bench.witness, reference, tokens, limits.floor_factor

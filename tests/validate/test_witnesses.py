@@ -133,6 +133,27 @@ def test_what_ignore_leaves_out_is_named_and_why_the_file_judges(
     assert "--ignore leaves out" in agree
 
 
+def test_a_wrong_stated_layout_is_warned_of_and_fails_when_strict(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """The shards hold what the option says of the file, and PEFT says otherwise."""
+    adapter = workshop.adapter("qwen3_moe")
+    shards = tmp_path / "set"
+    with Adapter.open(str(adapter)) as source:
+        base = load_base_model(str(source.base_name))
+        options = PlanOptions(expert_b_layout="expert_major")
+        write_shards(plan_shards(source, base, ParallelLayout(4, 2), options=options), shards)
+    report = verify(shards, adapter)
+    (check,) = [check for check in report.checks if check.name == "PEFT"]
+    assert report.exit_code == 0 and check.outcome == "pass" and len(check.warnings) == 4
+    assert "--expert-b-layout expert_major" in check.detail
+    report = verify(shards, adapter, strict=True)
+    assert report.exit_code == 1 and failed(report).keys() == {"logits/PEFT"}
+    assert report.headline.startswith("PEFT computes something else")
+    good = verify(workshop.shards(adapter), adapter, strict=True)
+    assert good.exit_code == 0 and "PEFT" not in [check.name for check in good.checks]
+
+
 def test_a_note_names_at_most_a_few_modules(workshop: Workshop) -> None:
     adapter = workshop.adapter("qwen3_next", "per_expert", use_rslora=True)
     report = verify(workshop.shards(adapter), adapter)
