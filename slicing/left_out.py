@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from moelora.slicing.base_model import layer_number, path_in_layer
+from moelora.slicing.errors import InputError
 from moelora.slicing.formats.reading import shorten
 
 _WORDS = {
@@ -20,7 +21,16 @@ _WORDS = {
 
 
 def left_out(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries of a manifest's ``skipped`` that stand for tensors of the source."""
+    """Return the entries of a manifest's ``skipped`` that stand for tensors of the source.
+
+    Raises:
+        InputError: ``skipped`` or ``warnings`` is not as it was written.
+    """
+    if not _as_written(body):
+        raise InputError(
+            "moelora.json: skipped or warnings is not as it was written",
+            hint="copy the set again or shard again",
+        )
     warned = {warning.partition(": layer ")[0] for warning in body["warnings"]}
     held = {(path_in_layer(path), layer_number(path)) for path in warned}
     found = []
@@ -32,6 +42,22 @@ def left_out(body: dict[str, Any]) -> list[dict[str, Any]]:
                 continue
         found.append({**entry, "layers": layers})
     return found
+
+
+def _as_written(body: dict[str, Any]) -> bool:
+    """Whether the two lists have the format's types. No hash covers them."""
+    warnings, skipped = body.get("warnings"), body.get("skipped")
+    if not isinstance(warnings, list) or not all(isinstance(one, str) for one in warnings):
+        return False
+    return isinstance(skipped, list) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("what"), str)
+        and isinstance(entry.get("reason"), str)
+        and entry["reason"] in _WORDS
+        and isinstance(entry.get("layers"), list)
+        and all(type(layer) is int and layer >= 0 for layer in entry["layers"])
+        for entry in skipped
+    )
 
 
 def left_out_text(entries: list[dict[str, Any]]) -> str:

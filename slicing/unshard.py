@@ -93,7 +93,7 @@ def unshard(
         config, config_bytes, damaged_config = hashed_config(opened, _AGAIN)
         if damage or damaged_config:
             raise FaultsError(str(shards), damage + damaged_config, hint=_AGAIN)
-        rows = expand_rows(opened)
+        rows, missing = expand_rows(opened), left_out(opened.body)
         lossy, wrong = _lossy(opened, ranks[0].dtypes, rows)
         factors = _joined(opened, ranks, wrong)
         if target_layout == "source":
@@ -113,14 +113,16 @@ def unshard(
             write_synced(folder / CONFIG_NAME, config_bytes)
             sync_folder(folder)
     size = sum(prod(shape) * DTYPE_SIZES[dtype] for dtype, shape in shapes.values())
-    warnings = [f"the set was cast: {text}" for text in lossy]
-    if target_layout == "per_expert":
-        warnings += per_expert_warnings(opened.body)
     exact = target_layout == "source" and not lossy
-    return UnshardReport(
-        out_dir, len(shapes), size, target_layout, exact, tuple(warnings),
-        tuple(left_out(opened.body)),
-    )  # fmt: skip
+    warnings = _warnings(opened, lossy, target_layout)
+    return UnshardReport(out_dir, len(shapes), size, target_layout, exact, warnings, tuple(missing))
+
+
+def _warnings(shards: ShardSet, lossy: list[str], target_layout: str) -> tuple[str, ...]:
+    found = [f"the set was cast: {text}" for text in lossy]
+    if target_layout == "per_expert":
+        found += per_expert_warnings(shards.body)
+    return tuple(found)
 
 
 _AGAIN = "copy the set again or shard again"

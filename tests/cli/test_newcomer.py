@@ -175,6 +175,23 @@ def test_unshard_says_what_the_set_was_made_without(mine, cli) -> None:
     assert json.loads(cli("unshard", "shards", "-o", "b", "--json").stdout)["left_out"] == []
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("skipped", None),
+        ("skipped", [{"what": "q_proj", "layers": 3, "reason": "ignored_by_flag"}]),
+        ("skipped", [{"what": "q_proj", "layers": [1], "reason": []}]),
+        ("warnings", [1]),
+    ],
+)
+def test_unshard_refuses_what_it_cannot_tell_of_before_it_writes(field, value, mine, cli) -> None:
+    body = json.loads(Path("shards/moelora.json").read_text())
+    Path("shards/moelora.json").write_text(json.dumps(body | {field: value}))
+    result = cli("unshard", "shards", "-o", "back")
+    assert (result.code, Path("back").exists()) == (3, False)
+    assert "skipped or warnings is not as it was written" in result.stderr
+
+
 def test_unshard_warns_of_experts_that_peft_drops(tmp_path, cli) -> None:
     from moelora.validate.tiny_models import tiny_base, tiny_full_adapter
 
