@@ -44,6 +44,22 @@ def hashed_ranks(shards: ShardSet, stack: ExitStack) -> tuple[list[RankTensors],
     return ranks, [fault for fault in faults if fault is not None]
 
 
+def hashed_config_bytes(shards: ShardSet) -> tuple[bytes, list[Fault]]:
+    """Return the bytes of the adapter's config, read once, and a fault where they are not those
+    the manifest was written with.
+
+    Raises:
+        InputError: not readable.
+    """
+    path, wanted = shards.folder / CONFIG_NAME, shards.body["adapter"]["files"].get(CONFIG_NAME)
+    if not path.is_file():
+        return b"", [Fault("missing_file", CONFIG_NAME, MISSING)]
+    raw = read_small_file(path, MAX_CONFIG_BYTES)
+    if hashlib.sha256(raw).hexdigest() != wanted:
+        return raw, [Fault("sha256", CONFIG_NAME, OTHER_BYTES)]
+    return raw, []
+
+
 def hashed_config(shards: ShardSet, hint: str) -> tuple[dict[str, Any], bytes, list[Fault]]:
     """Return the adapter's config and its bytes, read once; a fault in their place where they are
     not those the manifest was written with.
@@ -51,10 +67,7 @@ def hashed_config(shards: ShardSet, hint: str) -> tuple[dict[str, Any], bytes, l
     Raises:
         InputError: not readable, or no JSON.
     """
-    path, wanted = shards.folder / CONFIG_NAME, shards.body["adapter"]["files"].get(CONFIG_NAME)
-    if not path.is_file():
-        return {}, b"", [Fault("missing_file", CONFIG_NAME, MISSING)]
-    raw = read_small_file(path, MAX_CONFIG_BYTES)
-    if hashlib.sha256(raw).hexdigest() != wanted:
-        return {}, b"", [Fault("sha256", CONFIG_NAME, OTHER_BYTES)]
-    return json_object(path, raw, hint=hint), raw, []
+    raw, faults = hashed_config_bytes(shards)
+    if faults:
+        return {}, b"", faults
+    return json_object(shards.folder / CONFIG_NAME, raw, hint=hint), raw, []

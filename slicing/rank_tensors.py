@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ class RankTensors(Mapping[str, "torch.Tensor"]):
             raise
         self.size = self._file.size
         self.metadata = self._file.metadata
+        self.nbytes = sum(info.size for info in self._file.tensors.values())
         self.dtypes = {name: info.dtype for name, info in self._file.tensors.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -41,6 +42,9 @@ class RankTensors(Mapping[str, "torch.Tensor"]):
         values = torch.empty(info.size, dtype=torch.uint8)
         self._file.read_tensor(info, 0, values.numpy().data)
         return values.view(torch_dtypes()[info.dtype]).reshape(info.shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file.tensors  # a Mapping's own would read the values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file.tensors)
@@ -62,6 +66,28 @@ class RankTensors(Mapping[str, "torch.Tensor"]):
 
     def close(self) -> None:
         self._file.close()
+
+
+class Chosen(Mapping[str, "torch.Tensor"]):
+    """Some of a rank's tensors, each still read when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+        self._tensors = tensors
+        self._names = dict.fromkeys(name for name in names if name in tensors)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def bytes_fault(entry: dict[str, Any], size: int, sha256: Callable[[], str]) -> Fault | None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelora.slicing.adapter import CONFIG_NAME, sha256_of
-from moelora.slicing.bounded_json import Limits, read_json_object, unreadable
+from moelora.slicing.bounded_json import Limits, read_json_object
 from moelora.slicing.errors import Fault, FaultsError, InputError, MoeloraError
 from moelora.slicing.in_threads import in_threads
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
-from moelora.slicing.lora import torch_dtypes
 from moelora.slicing.manifest import FORMAT, FORMAT_VERSION, MANIFEST_NAME, rank_metadata
 from moelora.slicing.manifest_checks import manifest_faults
 from moelora.slicing.parts import part_files
@@ -31,12 +30,16 @@ MISSING = "no such file in the set"
 
 @dataclass(frozen=True)
 class ShardSet:
-    """A shard set on disk. body: the manifest, its shape checked."""
+    """A shard set on disk. body: the manifest, its shape checked.
+
+    manifest_sha256: of the bytes that ``body`` was read from.
+    """
 
     folder: Path
     body: dict[str, Any]
     layout: ParallelLayout
     expert_placement: ExpertPlacement
+    manifest_sha256: str
 
     @classmethod
     def open(cls, folder: Path | str) -> ShardSet:
@@ -48,7 +51,7 @@ class ShardSet:
         """
         folder = Path(folder)
         path = require_shard_set(folder)
-        body, _ = read_json_object(
+        body, raw = read_json_object(
             path, hint="copy the shard set again, or shard the adapter again", limits=LIMITS
         )
         if body.get("format") != FORMAT:
@@ -63,7 +66,7 @@ class ShardSet:
         faults = manifest_faults(body, layout, placement)
         if faults:
             raise FaultsError(str(path), faults, hint="shard the adapter again")
-        return cls(folder, body, layout, placement)
+        return cls(folder, body, layout, placement, hashlib.sha256(raw).hexdigest())
 
     def rank_path(self, tp_rank: int) -> Path:
         """Return the path of a rank's file."""
@@ -76,37 +79,6 @@ class ShardSet:
     @property
     def base_name(self) -> str:
         return str(self.body["base_model"]["name_or_path"])
-
-    def load(self, tp_rank: int, device: str = "cpu") -> tuple[dict[str, Any], dict[str, str]]:
-        """Return a rank's tensors by name, and the metadata of its file.
-
-        Raises:
-            InputError: the file is missing or not readable as safetensors.
-        """
-        from safetensors import SafetensorError, safe_open
-
-        path = self.rank_path(tp_rank)
-        if path_kind(path) != "file":
-            raise InputError(f"{path}: no such file, but {MANIFEST_NAME} lists it")
-        _require_readable(path)
-        try:
-            with safe_open(str(path), framework="pt", device=device) as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                metadata = dict(file.metadata() or {})
-        except (SafetensorError, OSError) as error:
-            raise InputError(
-                f"{path}: not readable as safetensors ({error}); {path.stat().st_size} bytes, "
-                f"the manifest says {self.body['ranks'][tp_rank]['bytes']}",
-                hint="the file is damaged or cut short: copy it again or shard again",
-            ) from error
-        known = torch_dtypes().values()
-        for name, tensor in tensors.items():
-            if tensor.dtype not in known:
-                raise InputError(
-                    f"{path}: {name} has the dtype {tensor.dtype}, no rank file of moelora has it",
-                    hint="copy the file again or shard again",
-                )
-        return tensors, metadata
 
     def header_faults(self, tp_rank: int, metadata: dict[str, str]) -> list[Fault]:
         """Return a fault for each field by which a rank's file says it is another rank's."""
@@ -157,20 +129,6 @@ def load_rank(shards: Path | str, tp_rank: int, device: str = "cpu") -> dict[str
     if faults := opened.header_faults(tp_rank, metadata):
         raise FaultsError(str(shards), faults, hint="copy the set again or shard again")
     return tensors
-
-
-def _require_readable(path: Path) -> None:
-    """Refuse a file that the safetensors library would call missing, or damaged, and is neither."""
-    try:
-        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        str(path).encode()
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{path}: the safetensors library takes no path that is not UTF-8",
-            hint="rename the folder",
-        ) from error
 
 
 def require_shard_set(folder: Path) -> Path:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from moelora.slicing.adapter import Adapter, sha256_of
+from moelora.slicing.adapter import Adapter
 from moelora.slicing.base_model import BaseModel, load_base_model
 from moelora.slicing.errors import InputError
-from moelora.slicing.manifest import MANIFEST_NAME
 from moelora.slicing.options import PlanOptions
 from moelora.slicing.plan import ShardPlan, plan_shards
+from moelora.slicing.rank_tensors import RankTensors
 from moelora.slicing.read import ShardSet
 from moelora.slicing.source import local_adapter
 from moelora.validate.base_weights import load_weights, prompt_tokens, random_tokens
@@ -38,7 +38,6 @@ from moelora.validate.rank_model import MoeLora
 from moelora.validate.reference import Reference, make_reference
 from moelora.validate.report import VerifyReport
 from moelora.validate.sharded_model import ShardedModel
-from moelora.validate.streaming import nbytes
 from moelora.validate.text_part import note_of_parts
 
 # called with the step's name, how much of it is done, and of how much
@@ -78,15 +77,13 @@ class Bench:
     options: Options
     shards: ShardSet
     plan: ShardPlan
-    tensors: list[dict[str, torch.Tensor]]
-    metadata: list[dict[str, str]]
+    tensors: list[RankTensors]
     witness: FileWitness
     device: str
     kernel: MoeLora
     kernel_name: str
     dtype: torch.dtype
     joins: SimulatedJoins
-    manifest_sha256: str
     step: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
@@ -119,6 +116,12 @@ class Bench:
             self.peaks[step] = max(self.peaks.get(step, 0), peak)
             require_kept(step, peak, self.options.max_gpu_memory)
 
+    def check_unchanged(self) -> None:
+        """Raise InputError when a file of the ranks was changed since it was opened: what was
+        found is of no one state of the set then."""
+        for own in self.tensors:
+            own.check_unchanged()
+
     def add_cost(self, report: VerifyReport) -> None:
         """Put what the steps so far took into a report."""
         report.seconds = dict(self.seconds)
@@ -131,7 +134,7 @@ class Bench:
             str(self.shards.folder), self.plan.adapter.name_or_path, self.plan.base.name_or_path
         )
         # the manifest holds every file's hash, so its own stands for the whole set
-        report.manifest_sha256 = self.manifest_sha256
+        report.manifest_sha256 = self.shards.manifest_sha256
         report.gpu_limit_bytes = self.options.max_gpu_memory
         random, seed = self.options.random_base, self.options.seed
         report.setting = {
@@ -166,7 +169,7 @@ class Bench:
         """Return the base model with weights; what is to be said of them goes into ``notes``."""
         options, memory = self.options, None
         if options.max_gpu_memory is not None:
-            sizes = [nbytes(tensor) for own in self.tensors for tensor in own.values()]
+            sizes = [own.nbytes for own in self.tensors]
             memory = MemoryLimit(options.max_gpu_memory, sum(sizes), options.offload_folder)
         model = load_weights(
             self.plan.base,
@@ -228,6 +231,7 @@ def opened(shards: Path | str, options: Options) -> Iterator[Bench]:
     recorded = None if options.adapter else found.body["adapter"].get("revision")
     start = time.perf_counter()
     with (
+        ExitStack() as files,
         gpu_limit(options.max_gpu_memory),
         Adapter.open(name, options.revision or recorded) as source,
     ):
@@ -239,14 +243,13 @@ def opened(shards: Path | str, options: Options) -> Iterator[Bench]:
             dtype=written_dtype(found),
             options=written_options(found),
         )
-        tensors, metadata = load_all(found)
         bench = Bench(
-            options, found, plan, tensors, metadata, FileWitness(source, base, plan.options),
+            options, found, plan, load_all(found, files), FileWitness(source, base, plan.options),
             device, kernel, kernel_name, dtype, SimulatedJoins(found.layout.tp_size),
-            sha256_of(found.folder / MANIFEST_NAME),
         )  # fmt: skip
         bench.seconds["open"] = time.perf_counter() - start
         yield bench
+        bench.check_unchanged()
 
 
 def _find_named(shards: ShardSet, name: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,51 +14,60 @@ import torch
 
 from moelora.slicing.adapter import CONFIG_NAME
 from moelora.slicing.errors import Fault, FaultsError, InputError
+from moelora.slicing.hashed import hashed_config_bytes
 from moelora.slicing.join import join_shards, tensor_names
 from moelora.slicing.lora import Factor, slices, torch_dtypes
 from moelora.slicing.manifest import MANIFEST_NAME, file_metadata, plan_body
 from moelora.slicing.plan import ShardPlan
+from moelora.slicing.rank_tensors import Chosen, RankTensors
 from moelora.slicing.read import ShardSet
 from moelora.validate.in_threads import in_threads
 from moelora.validate.report import Finding, VerifyReport
 
-RankTensors = list[dict[str, torch.Tensor]]
+AllRanks = Sequence[Mapping[str, torch.Tensor]]
 
 
-def load_all(shards: ShardSet) -> tuple[RankTensors, list[dict[str, str]]]:
-    """Return every rank's tensors and file metadata.
+def load_all(shards: ShardSet, stack: ExitStack) -> list[RankTensors]:
+    """Return every rank's tensors, each read when it is used; their files close with ``stack``.
+
+    Not mapped: a mapped file that is cut while it is in use kills the process without a word.
 
     Raises:
         FaultsError: files that are missing or not readable, all of them.
     """
-    tensors, metadata, faults = [], [], []
+    tensors, faults = [], []
     for rank in range(shards.layout.tp_size):
         try:
-            own, meta = shards.load(rank)
+            own = RankTensors(shards.rank_path(rank))
         except InputError as error:
             faults.append(Fault("unreadable", shards.rank_path(rank).name, error.message))
             continue
+        stack.callback(own.close)
         tensors.append(own)
-        metadata.append(meta)
     if faults:
         raise FaultsError(
             str(shards.folder), faults, hint="copy the shard set again, or shard the adapter again"
         )
-    return tensors, metadata
+    return tensors
 
 
 def check_bytes(
     report: VerifyReport,
     shards: ShardSet,
     plan: ShardPlan,
-    tensors: RankTensors,
-    metadata: list[dict[str, str]],
+    tensors: list[RankTensors],
 ) -> None:
-    """Add the checks of this lens to the report."""
+    """Add the checks of this lens to the report.
+
+    The files that are hashed are those that are compared, by the same handles.
+    """
     first = len(report.checks)
     with ThreadPoolExecutor() as pool:  # hashing needs nothing of what is compared meanwhile
-        looks = pool.submit(_damage, shards), pool.submit(_source_findings, shards, plan)
-        _check_tensors(report, shards, plan, tensors, metadata)
+        looks = (
+            pool.submit(_damage, shards, plan, tensors),
+            pool.submit(_source_findings, shards, plan),
+        )
+        _check_tensors(report, shards, plan, tensors)
         damage = [found for look in looks for found in look.result()]
     damage += stray_files(shards)
     report.add("bytes", "hashes", damage, f"{shards.layout.tp_size + 1} files, sha256")
@@ -67,34 +78,43 @@ def _check_tensors(
     report: VerifyReport,
     shards: ShardSet,
     plan: ShardPlan,
-    tensors: RankTensors,
-    metadata: list[dict[str, str]],
+    tensors: list[RankTensors],
 ) -> None:
     report.add("bytes", "manifest", _manifest_findings(shards, plan), "against the adapter's plan")
     headers = [
         finding
-        for rank, meta in enumerate(metadata)
-        for finding in _differences(shards.rank_path(rank).name, file_metadata(plan, rank), meta)
+        for rank, own in enumerate(tensors)
+        for finding in _differences(
+            shards.rank_path(rank).name, file_metadata(plan, rank), own.metadata
+        )
     ]
     report.add("bytes", "headers", headers, "each file says which rank it is for")
     _check_finite(report, shards, tensors)
     check_reassembled(report, shards, plan, tensors)
 
 
-def _damage(shards: ShardSet) -> list[Finding]:
-    return [Finding(fault.where, fault.message) for fault in shards.damaged_files()]
+def _damage(shards: ShardSet, plan: ShardPlan, tensors: list[RankTensors]) -> list[Finding]:
+    hashed = in_threads(
+        lambda one: one[0].damage(one[1]), zip(tensors, shards.body["ranks"], strict=True)
+    )
+    copy, faults = hashed_config_bytes(shards)
+    faults = [fault for fault in hashed if fault is not None] + faults
+    findings = [Finding(fault.where, fault.message) for fault in faults]
+    if copy and copy != (plan.adapter.folder / CONFIG_NAME).read_bytes():
+        findings.append(Finding(CONFIG_NAME, "is not the adapter's own, byte for byte"))
+    return findings
 
 
-def _check_finite(report: VerifyReport, shards: ShardSet, tensors: RankTensors) -> None:
+def _check_finite(report: VerifyReport, shards: ShardSet, tensors: list[RankTensors]) -> None:
     named = [
-        (shards.rank_path(rank).name, name, tensor)
+        (shards.rank_path(rank).name, name, own)
         for rank, own in enumerate(tensors)
-        for name, tensor in sorted(own.items())
+        for name in sorted(own)
     ]
     bad = [
         Finding(name, f"{file}: {what}")
         for (file, name, _), what in zip(
-            named, in_threads(lambda one: _not_finite(one[2]), named), strict=True
+            named, in_threads(lambda one: _not_finite(one[2][one[1]]), named), strict=True
         )
         if what
     ]
@@ -115,9 +135,6 @@ def _source_findings(shards: ShardSet, plan: ShardPlan) -> list[Finding]:
         if recorded.get(name) != value:
             message = "the adapter's file is not the one that was sharded (sha256 differs)"
             findings.append(Finding(f"{plan.adapter.name_or_path}/{name}", message))
-    copy, source = shards.folder / CONFIG_NAME, plan.adapter.folder / CONFIG_NAME
-    if copy.is_file() and copy.read_bytes() != source.read_bytes():
-        findings.append(Finding(CONFIG_NAME, "is not the adapter's own, byte for byte"))
     return findings
 
 
@@ -192,13 +209,13 @@ def stray_files(shards: ShardSet) -> list[Finding]:
 
 
 def check_reassembled(
-    report: VerifyReport, shards: ShardSet, plan: ShardPlan, tensors: RankTensors
+    report: VerifyReport, shards: ShardSet, plan: ShardPlan, tensors: AllRanks
 ) -> None:
     """Join the ranks' tensors and compare them with the adapter's, bit for bit."""
     factors = {name: factor for name, _, _, factor in plan.factors()}
     entries = shards.body["modules"]
     known = {name for entry in entries for name in tensor_names(entry).values()}
-    stray = join_shards(_with(shards, []), [_without(own, known) for own in tensors])
+    stray = join_shards(_with(shards, []), [Chosen(own, set(own) - known) for own in tensors])
     each = in_threads(lambda entry: _rejoin(shards, plan, tensors, factors, entry), entries)
     faults = [fault for one in each for fault in one.faults] + stray.faults
     findings = [Finding(fault.where, fault.message) for fault in faults]
@@ -228,20 +245,15 @@ def _with(shards: ShardSet, entries: list[dict[str, Any]]) -> ShardSet:
     return dataclasses.replace(shards, body={**shards.body, "modules": entries})
 
 
-def _without(own: dict[str, torch.Tensor], names: set[str]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in own.items() if name not in names}
-
-
 def _rejoin(
     shards: ShardSet,
     plan: ShardPlan,
-    tensors: RankTensors,
+    tensors: AllRanks,
     factors: dict[str, Factor],
     entry: dict[str, Any],
 ) -> _Rejoined:
     names = tensor_names(entry).values()
-    own = [{name: rank[name] for name in names if name in rank} for rank in tensors]
-    joined = join_shards(_with(shards, [entry]), own)
+    joined = join_shards(_with(shards, [entry]), [Chosen(rank, names) for rank in tensors])
     findings, compared = [], 0
     for name, full in joined.tensors.items():
         if name in factors:

@@ -7,7 +7,7 @@ exercised whatever a router would choose.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ from moelora.validate.report import Finding, VerifyReport
 # Relative Frobenius error. fp32 sums over up to 16k terms stay under 2e-6 here; a wrong slice,
 # expert or scaling is 1e-2 at the least.
 LIMIT = 1e-5
-RankTensors = list[dict[str, torch.Tensor]]
+RankTensors = Sequence[Mapping[str, torch.Tensor]]
 
 
 @dataclass

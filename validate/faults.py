@@ -6,9 +6,10 @@ can be. A fault that does not exist on this set, or that changes nothing here, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,7 +20,7 @@ from moelora.slicing.roles import take
 from moelora.validate.joins import Joins, Ranges
 from moelora.validate.rank_model import MoeLora
 
-Tensors = dict[str, torch.Tensor]
+Tensors = MutableMapping[str, torch.Tensor]
 
 
 class NotHere(Exception):
@@ -43,12 +44,14 @@ class Setup:
         cls,
         plan: ShardPlan,
         shards: ShardSet,
-        tensors: list[Tensors],
+        tensors: Sequence[Mapping[str, torch.Tensor]],
         joins: Joins,
         kernel: MoeLora,
     ) -> Setup:
         body = {**shards.body, "modules": [dict(entry) for entry in shards.body["modules"]]}
-        return cls(plan, shards, body, [dict(own) for own in tensors], joins, kernel, [])
+        # What is changed hides what is read from the files, which is read when it is used.
+        own = [ChainMap({}, cast(Tensors, rank)) for rank in tensors]
+        return cls(plan, shards, body, list(own), joins, kernel, [])
 
     def entry(self, planned: PlannedModule) -> dict[str, Any]:
         return next(e for e in self.body["modules"] if e["path"] == planned.path)
@@ -105,7 +108,7 @@ class Setup:
 
         self.change(planned, letter, cut)
 
-    def tensors_changed(self, good: Sequence[Tensors]) -> bool:
+    def tensors_changed(self, good: Sequence[Mapping[str, torch.Tensor]]) -> bool:
         """Return whether any tensor of the touched modules differs from the correct one."""
         return any(
             not torch.equal(own[name], before[name])

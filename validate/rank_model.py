@@ -6,7 +6,7 @@ LoRA tensors of its shard file, and computes its part of the output as an engine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -50,7 +50,7 @@ class RankLora:
 
 
 def rank_lora(
-    shards: ShardSet, entry: dict[str, Any], tp_rank: int, tensors: dict[str, torch.Tensor]
+    shards: ShardSet, entry: dict[str, Any], tp_rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> RankLora:
     """Return a rank's LoRA of the module that a manifest entry describes."""
     names = tensor_names(entry)

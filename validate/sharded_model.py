@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ from moelora.validate.rank_model import (
     served_ids,
 )
 
-RankTensors = list[dict[str, torch.Tensor]]
+RankTensors = Sequence[Mapping[str, torch.Tensor]]
 
 
 class ShardedModel:

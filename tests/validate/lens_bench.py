@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class LensBench:
         self.base = load_base_model(self.shards.base_name)
         source = Adapter.open(str(adapter))
         self.plan = plan_shards(source, self.base, self.shards.layout)
-        self.tensors, _ = load_all(self.shards)
+        self.tensors = load_all(self.shards, ExitStack())
         self.witness = FileWitness(source, self.base)
         self.reference: list[Reference] = []  # one, made by the first run of lens 3
 
