@@ -12,11 +12,18 @@ from torch import nn
 
 from moelora.slicing.base_model import BaseModel
 from moelora.slicing.errors import CannotRunError, InputError, MoeloraError
-from moelora.slicing.meta_model import model_class
+from moelora.slicing.meta_model import build_meta_model, model_class
 from moelora.slicing.source import fetch_base_weights
 from moelora.validate.device import is_out_of_memory
 from moelora.validate.memory_limit import MemoryLimit, out_of_memory
-from moelora.validate.offload import Home, disk_full, home_for, load_home, random_home
+from moelora.validate.offload import (
+    Home,
+    home_for,
+    load_home,
+    random_home,
+    require_shape,
+)
+from moelora.validate.offload_folder import not_written
 from moelora.validate.quantised_base import check_files, dequantised, quantised
 from moelora.validate.streaming import Streamed
 
@@ -43,7 +50,8 @@ def load_weights(
         InputError: the weights are missing, unreadable, or not those of this model.
         CannotRunError: they do not fit into memory.
     """
-    with home_for(base.config, dtype, memory) if memory else nullcontext() as home:
+    notes = [] if notes is None else notes
+    with home_for(base.config, dtype, memory, notes) if memory else nullcontext() as home:
         try:
             model = _loaded(
                 base, home, device=device, dtype=dtype, random=random, seed=seed, notes=notes,
@@ -68,7 +76,7 @@ def _loaded(
     dtype: torch.dtype,
     random: bool,
     seed: int,
-    notes: list[str] | None,
+    notes: list[str],
     tell: Callable[[int, int], None] | None,
 ) -> nn.Module:
     """Return the model on ``device``, or with its weights at home."""
@@ -90,7 +98,7 @@ def _from_files(
     *,
     device: str,
     dtype: torch.dtype,
-    notes: list[str] | None,
+    notes: list[str],
 ) -> nn.Module:
     how = quantised(base)
     options: dict[str, Any] = {"config": base.config, "dtype": dtype}
@@ -106,16 +114,16 @@ def _from_files(
     if how is not None:
         weights = options.get("state_dict", {})
         model, note = dequantised(how, model, info, folder, dtype, weights)
-        if notes is not None:
-            notes.append(note)
+        notes.append(note)
+    _require_shapes(model, base)
     return model if home is not None else model.to(device)
 
 
 def _explained(error: Exception, base: BaseModel, home: Home | None, device: str) -> MoeloraError:
     """Return what an exception of transformers means."""
-    full = disk_full(error, home)
-    if full is not None:
-        return full
+    refused = not_written(error, None if home is None else home.folder)
+    if refused is not None:
+        return refused
     if is_out_of_memory(error):
         return CannotRunError(
             f"the base model does not fit on {device}: {error}",
@@ -133,13 +141,24 @@ def _explained(error: Exception, base: BaseModel, home: Home | None, device: str
 def _refuse_gaps(info: dict[str, Any], folder: Path) -> None:
     """A weight that is not in the files would be random, and the comparison with it."""
     missing = sorted(info.get("missing_keys", []))
-    mismatched = sorted(str(key) for key in info.get("mismatched_keys", []))
+    mismatched = [
+        f"{name} has the shape {list(found)}, expected {list(expected)}"
+        for name, found, expected in sorted(info.get("mismatched_keys", []))
+    ]
     if missing or mismatched:
         raise InputError(
             f"{folder}: {len(missing)} weights of the base model are missing, "
-            f"{len(mismatched)} have another shape: {(missing + mismatched)[:5]}",
+            f"{len(mismatched)} have another shape: {', '.join((mismatched + missing)[:5])}",
             hint="the folder is incomplete or belongs to another model",
         )
+
+
+def _require_shapes(model: nn.Module, base: BaseModel) -> None:
+    """Compare every weight with the config's model, whoever loaded or dequantised it."""
+    wanted = dict(build_meta_model(base.config, base.name_or_path).named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in wanted:
+            require_shape(name, parameter, wanted[name].shape)
 
 
 def random_tokens(vocab_size: int, count: int, seed: int) -> torch.Tensor:

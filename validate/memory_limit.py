@@ -30,8 +30,13 @@ def check_options(limit: int | None, folder: Path | None) -> None:
     """Refuse options that make no sense together.
 
     Raises:
-        UsageError: a folder without a limit, or one that is not there.
+        UsageError: a limit of no byte, a folder without a limit, or one that is not there.
     """
+    if limit is not None and limit < 1:  # a size such as 0.4 means 0 bytes
+        raise UsageError(
+            "--max-gpu-memory: less than one byte",
+            hint="write it with its unit, as 24GiB or 800MiB",
+        )
     if folder is None:
         return
     if limit is None:

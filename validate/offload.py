@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from moelora.slicing.errors import CannotRunError, InputError
+from moelora.slicing.errors import InputError
 from moelora.slicing.meta_model import build_meta_model
 from moelora.validate.memory_limit import RESERVE, MemoryLimit, host_memory
+from moelora.validate.offload_folder import offload_folder
 from moelora.validate.streaming import find_blocks, require_room
 
 HOST_SHARE = 0.8  # of the host memory that is free; the rest is for PEFT and the shards
@@ -56,14 +58,17 @@ def mapped(file: Path | str, name: str) -> torch.Tensor:
 
 
 @contextmanager
-def home_for(config: Any, dtype: torch.dtype, memory: MemoryLimit) -> Iterator[Home | None]:
+def home_for(
+    config: Any, dtype: torch.dtype, memory: MemoryLimit, notes: list[str]
+) -> Iterator[Home | None]:
     """Yield where the weights stay, None where all of them fit on the device.
 
     Its files lose their names at the end. What is mapped stays readable, and the space comes
-    back with the process, however it ends.
+    back with the process, however it ends. A run that is killed before leaves them; the next one
+    in the same folder removes them and says so in ``notes``.
 
     Raises:
-        CannotRunError: a single layer is larger than the limit.
+        CannotRunError: a single layer is larger than the limit, or the folder cannot be written.
     """
     meta = build_meta_model(config, "the base")
     size = sum(p.numel() for p in meta.parameters()) * dtype.itemsize
@@ -74,8 +79,8 @@ def home_for(config: Any, dtype: torch.dtype, memory: MemoryLimit) -> Iterator[H
     if memory.folder is None and size <= HOST_SHARE * host_memory():
         yield Home(None)
         return
-    with tempfile.TemporaryDirectory(prefix="moelora-base-", dir=memory.folder) as folder:
-        yield Home(Path(folder), _devices(meta))
+    with offload_folder(Path(memory.folder or tempfile.gettempdir()), notes) as folder:
+        yield Home(folder, _devices(meta))
 
 
 def _devices(meta: nn.Module) -> dict[str, str]:
@@ -96,16 +101,55 @@ def load_home(
     check: refuses a loading by transformers' account of it. options: of ``from_pretrained``, with
     a ``state_dict`` where the weights come from that and not from the folder.
     """
-    options = {**options, "output_loading_info": True}
+    # a weight of another shape comes back in the account, with its name, instead of as an error
+    # that points to the log
+    options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
     source = None if "state_dict" in options else folder
     if home.folder is not None:
         options |= {"device_map": home.devices, "offload_folder": str(home.folder)}
     with _quiet("accelerate.big_modeling"):
-        model, info = cls.from_pretrained(source, **options)
+        try:
+            model, info = cls.from_pretrained(source, **options)
+        except RuntimeError as error:
+            raise _named(error, folder) or error from error
     check(info)
     if home.folder is not None:
         _take_over(model, home)
     return model, info
+
+
+def _named(error: RuntimeError, folder: Path) -> InputError | None:
+    """Return which weight could not be put together from the files' (experts, stacked); None where
+    it was something else.
+
+    transformers names it in its log alone, so it is taken from what its functions held.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        failed = getattr(frame.f_locals.get("loading_info"), "conversion_errors", None)
+        if failed:
+            name = min(failed)
+            why = [line for line in str(failed[name]).splitlines() if "Error: " in line]
+            return InputError(
+                f"{folder}: {name} cannot be put together from the tensors in the files "
+                f"({why[0].strip() if why else 'their shapes differ'})",
+                hint="the folder is damaged or belongs to another model",
+            )
+    return None
+
+
+def require_shape(name: str, found: torch.Tensor, expected: torch.Size) -> None:
+    """Refuse a weight that is not of the model's shape: some would compute all the same, a norm
+    with a single value or an embedding with more rows.
+
+    Raises:
+        InputError: with both shapes.
+    """
+    if found.shape != expected:
+        raise InputError(
+            f"{name} has the shape {list(found.shape)} in the base's files, expected "
+            f"{list(expected)}",
+            hint="the folder is damaged or belongs to another model",
+        )
 
 
 @contextmanager
@@ -139,6 +183,7 @@ def _take_over(model: nn.Module, home: Home) -> None:
         if stored is None:
             raise InputError(f"transformers left {own[0][2]} without a file")
         tensor = mapped(index[stored]["safetensors_file"], index[stored]["weight_name"])
+        require_shape(own[0][2], tensor, parameter.shape)
         if tensor.dtype != parameter.dtype:
             tensor = home.keep(stored, tensor.to(parameter.dtype))
         found = nn.Parameter(tensor, requires_grad=False)
@@ -227,15 +272,3 @@ def _initialiser(model: Any, path: str) -> Any:
 
 def _is_empty(parameter: Any) -> bool:
     return bool(parameter.isnan().any())
-
-
-def disk_full(error: BaseException, home: Home | None) -> CannotRunError | None:
-    """Return what it means when the files of a base did not fit; None for other errors."""
-    text = str(error)
-    if home is None or home.folder is None or "os error 28" not in text and "Errno 28" not in text:
-        return None
-    return CannotRunError(
-        f"{home.folder.parent}: no room for the base's weights, which are larger than the host's "
-        "memory or were sent there by --offload-folder",
-        hint="--offload-folder DIR names a folder on a larger disk",
-    )
