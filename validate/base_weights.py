@@ -105,8 +105,8 @@ def _from_files(
     if how is not None:
         options |= how.options(home)
     folder = fetch_base_weights(base.name_or_path, base.revision)
+    check_files(how, folder, base)
     if how is not None:
-        check_files(how, folder)
         options |= how.weights(folder, dtype)
     model, info = load_home(
         cls, folder, home or Home(None), lambda info: _refuse_gaps(info, folder), **options

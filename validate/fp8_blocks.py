@@ -54,7 +54,7 @@ def dequantise(
 
     A row of blocks at a time: in float32 the whole of it would be four times the file's size.
     """
-    rows, cols = block
+    rows, cols = map(min, block, weight.shape[-2:])  # one block holds all, however large
     out = torch.empty(weight.shape, dtype=dtype)
     for at in range(scales.shape[-2]):
         own = slice(at * rows, (at + 1) * rows)
@@ -96,6 +96,12 @@ def check_blocks(
     Raises:
         InputError: a scale is missing, or too many or too few are there.
     """
+    if not _is_block(block):
+        raise InputError(
+            f"{where}: its config's weight_block_size is {block!r}, expected the rows and columns "
+            "of a block, such as [128, 128]",
+            hint=hint,
+        )
     scaled = {name.removesuffix(SCALE) for name in found if name.endswith(SCALE)}
     for name in sorted(scaled | {name for name, (_, dtype) in found.items() if is_fp8(dtype)}):
         shape, dtype = found.get(name, ((), "missing"))
@@ -107,7 +113,7 @@ def check_blocks(
             )
         if scale_type not in SCALE_TYPES:
             raise InputError(f"{where}: {name}: its scales are no floats ({scale_type})", hint=hint)
-        if not _is_block(block) or len(shape) < 2 or len(shape) != len(scales):
+        if len(shape) < 2 or len(shape) != len(scales):
             raise InputError(
                 f"{where}: {name} is not quantised in blocks of rows and columns", hint=hint
             )
@@ -124,5 +130,27 @@ def _is_block(block: Any) -> bool:
     return (
         isinstance(block, list | tuple)
         and len(block) == 2
-        and all(type(size) is int and size > 0 for size in block)
+        and all(type(size) is int and 0 < size < 2**31 for size in block)
     )
+
+
+def check_scales(where: str, files: list[Path], hint: str) -> None:
+    """Refuse scales that make something else of a weight, whoever multiplies with them.
+
+    Raises:
+        InputError: some are NaN or infinite, or all are zero and the weight is not.
+    """
+    parts: dict[str, Any] = {}
+    for file in files:
+        opened = safe_open(str(file), framework="pt")
+        parts |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+    for name in sorted(name for name in parts if name.endswith(SCALE)):
+        key = name.removesuffix(SCALE)
+        scales = parts[name][...].float()
+        wrong = ""
+        if not scales.isfinite().all():
+            wrong = "some of its scales are NaN or infinite"
+        elif not scales.any() and parts[key][...].float().any():
+            wrong = "its scales are all zero, and its values are not"
+        if wrong:
+            raise InputError(f"{where}: {key}: {wrong}: the files are damaged", hint=hint)

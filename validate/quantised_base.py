@@ -20,14 +20,20 @@ from safetensors import safe_open
 from torch import nn
 
 from moelora.slicing.base_model import BaseModel
+from moelora.slicing.bounded_json import shown
 from moelora.slicing.errors import InputError
-from moelora.validate.checkpoint import checkpoint_files, headers
-from moelora.validate.fp8_blocks import SCALE, BlockWeight, check_blocks, plain_weights
+from moelora.slicing.meta_model import build_meta_model
+from moelora.validate.checkpoint import PLAIN, check_plain, checkpoint_files, headers
+from moelora.validate.fp8_blocks import (
+    OF_INPUTS,
+    SCALE,
+    BlockWeight,
+    check_blocks,
+    check_scales,
+    plain_weights,
+)
 from moelora.validate.offload import Home
 
-PLAIN = (
-    "--base names the model with plain weights, --random-base takes random ones of the same shape"
-)
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 BY = {"fp8": "moelora", "mxfp4": "transformers", "bitsandbytes": "bitsandbytes"}
 SAMPLE = 4  # weights of each kind of module that are worked out anew; all with smaller last blocks
@@ -104,25 +110,53 @@ class Quantised:
 
 
 def quantised(base: BaseModel) -> Quantised | None:
-    """Return how a base is quantised; None where it is not."""
-    stated = getattr(base.config, "quantization_config", None)
-    if not stated:
-        return None
-    fields = dict(stated) if isinstance(stated, dict) else dict(vars(stated))
-    method = fields.get("quant_method", "unknown method")
-    return Quantised(base.name_or_path, str(getattr(method, "value", method)), fields, base.config)
-
-
-def check_files(how: Quantised, folder: Path) -> None:
-    """Refuse a checkpoint that would be dequantised to something else.
+    """Return how a base is quantised, as its config says; None where that says nothing.
 
     Raises:
-        InputError: fp8 without a scale, or scales whose blocks are not the stated ones.
+        InputError: it says something that means nothing.
     """
-    if how.method == "fp8":
-        files = checkpoint_files(folder, how.config)
-        found = {name: (shape, dtype) for _, name, shape, dtype in headers(files)}
+    for name in ("quantization_config", "compression_config"):
+        stated = getattr(base.config, name, None)
+        if stated is None:
+            continue
+        fields = stated if isinstance(stated, dict) else getattr(stated, "__dict__", {})
+        method = fields.get("quant_method", "compressed-tensors" if "comp" in name else None)
+        method = getattr(method, "value", method)
+        if not isinstance(method, str) or not method:
+            raise InputError(
+                f"{base.name_or_path}: its config's {name} is {shown(str(stated))}, expected an "
+                "object with a quant_method, such as fp8",
+                hint=f"take it out if the weights are plain; else {PLAIN}",
+            )
+        if "comp" in name:  # the same under an older name, which transformers does not look at
+            method = f"{method}, by its {name}"
+        return Quantised(base.name_or_path, method, dict(fields), base.config)
+    return None
+
+
+def check_files(how: Quantised | None, folder: Path, base: BaseModel) -> None:
+    """Refuse a checkpoint that would be loaded, or dequantised, to something else.
+
+    Raises:
+        InputError: fp8 without a scale, scales whose blocks are not the stated ones, or anything
+            quantised of which the config says nothing.
+    """
+    files = checkpoint_files(folder, base.config)
+    if how is not None and how.method == "bitsandbytes":  # its package alone knows its bytes
+        return
+    found = {name: (shape, dtype) for _, name, shape, dtype in headers(files)}
+    stated: set[str] = set()
+    if how is not None and how.method == "fp8":
         check_blocks(str(folder), found, how.fields.get("weight_block_size"), PLAIN)
+        check_scales(str(folder), files, PLAIN)
+        scales = {name for name in found if name.endswith(SCALE)}
+        inputs = {name for name in found if name.endswith(OF_INPUTS)}
+        stated = scales | inputs | {name.removesuffix(SCALE) for name in scales}
+    elif how is not None and how.method == "mxfp4":
+        keys = {name.removesuffix(BLOCKS) for name in found if name.endswith(BLOCKS)}
+        pairs = {key for key in keys if f"{key}{EXPONENTS}" in found}
+        stated = {key + suffix for key in pairs for suffix in (BLOCKS, EXPONENTS)}
+    check_plain(str(folder), found, build_meta_model(base.config, base.name_or_path), stated)
 
 
 def dequantised(
@@ -245,7 +279,7 @@ def _parameter(
 
 
 def _fp8(weight: torch.Tensor, scales: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor:
-    rows, cols = fields["weight_block_size"]
+    rows, cols = map(min, fields["weight_block_size"], weight.shape[-2:])
     wide = scales.float().repeat_interleave(rows, -2).repeat_interleave(cols, -1)
     return weight.float() * wide[..., : weight.shape[-2], : weight.shape[-1]]
 

@@ -25,9 +25,9 @@ FP32: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "seed": 0}
 
 
 def test_a_folder_in_which_none_can_be_made_is_named() -> None:
-    with pytest.raises(CannotRunError, match=r"--offload-folder /proc: cannot be written") as e:
-        with offload_folder(Path("/proc"), []):
-            pass
+    said = "--offload-folder /proc: cannot be written"
+    with pytest.raises(CannotRunError, match=said) as e, offload_folder(Path("/proc"), []):
+        pass
     assert e.value.exit_code == 4 and "--offload-folder DIR" in e.value.hint
 
 
@@ -39,9 +39,9 @@ def test_what_the_system_says_is_said(
         raise OSError(number, os.strerror(number), str(tmp_path / "x"))
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
-    with pytest.raises(CannotRunError, match="--offload-folder") as caught:
-        with offload_folder(tmp_path, []):
-            pass
+    said = "--offload-folder"
+    with pytest.raises(CannotRunError, match=said) as caught, offload_folder(tmp_path, []):
+        pass
     wanted = "no room" if number in (28, 122) else os.strerror(number)
     assert wanted in caught.value.message and "output folder" not in caught.value.hint
 
