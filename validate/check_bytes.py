@@ -15,6 +15,7 @@ import torch
 from moelora.slicing.adapter import CONFIG_NAME
 from moelora.slicing.errors import Fault, FaultsError, InputError
 from moelora.slicing.hashed import hashed_config_bytes
+from moelora.slicing.in_threads import in_threads as hash_in_threads
 from moelora.slicing.join import join_shards, tensor_names
 from moelora.slicing.lora import Factor, slices, torch_dtypes
 from moelora.slicing.manifest import MANIFEST_NAME, file_metadata, plan_body
@@ -94,9 +95,9 @@ def _check_tensors(
 
 
 def _damage(shards: ShardSet, plan: ShardPlan, tensors: list[RankTensors]) -> list[Finding]:
-    hashed = in_threads(
-        lambda one: one[0].damage(one[1]), zip(tensors, shards.body["ranks"], strict=True)
-    )
+    # Not validate's in_threads: this runs beside one of those, and both would set torch's threads.
+    pairs = list(zip(tensors, shards.body["ranks"], strict=True))
+    hashed = hash_in_threads(lambda one: one[0].damage(one[1]), pairs)
     copy, faults = hashed_config_bytes(shards)
     faults = [fault for fault in hashed if fault is not None] + faults
     findings = [Finding(fault.where, fault.message) for fault in faults]
