@@ -145,10 +145,11 @@ def _refuse_gaps(info: dict[str, Any], folder: Path) -> None:
         f"{name} has the shape {list(found)}, expected {list(expected)}"
         for name, found, expected in sorted(info.get("mismatched_keys", []))
     ]
-    if missing or mismatched:
+    said = [f"{len(missing)} weights of the base model are missing"] if missing else []
+    said += [f"{len(mismatched)} weights have another shape than the model"] if mismatched else []
+    if said:
         raise InputError(
-            f"{folder}: {len(missing)} weights of the base model are missing, "
-            f"{len(mismatched)} have another shape: {', '.join((mismatched + missing)[:5])}",
+            f"{folder}: {', '.join(said)}: {', '.join((mismatched + missing)[:5])}",
             hint="the folder is incomplete or belongs to another model",
         )
 

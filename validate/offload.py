@@ -111,7 +111,10 @@ def load_home(
         try:
             model, info = cls.from_pretrained(source, **options)
         except RuntimeError as error:
-            raise _named(error, folder) or error from error
+            named = _named(error, folder)
+            if named is None:
+                raise
+            raise named from error
     check(info)
     if home.folder is not None:
         _take_over(model, home)

@@ -64,7 +64,9 @@ def not_written(error: BaseException | None, folder: Path | None) -> CannotRunEr
     """
     if folder is None:
         return None
-    while error is not None:
+    seen: set[BaseException] = set()
+    while error is not None and error not in seen:  # "raise x from x" makes a ring
+        seen.add(error)
         # safetensors keeps the system's number in its text alone
         said = re.search(r"(?:os error |Errno )(\d+)", str(error))
         number = getattr(error, "errno", None) or int(said[1] if said else 0)

@@ -15,7 +15,7 @@ import torch
 from shard_sets import Workshop
 
 from moelora.slicing.base_model import load_base_model
-from moelora.slicing.errors import CannotRunError, UsageError
+from moelora.slicing.errors import CannotRunError, InputError, UsageError
 from moelora.validate.base_weights import load_weights
 from moelora.validate.memory_limit import MemoryLimit, check_options
 from moelora.validate.offload_folder import MARKER, clear_leftovers, not_written, offload_folder
@@ -75,6 +75,24 @@ def test_a_base_that_cannot_be_read_is_not_blamed_on_the_folder(tmp_path: Path) 
     wrapped.__cause__ = OSError(28, "No space left on device")
     assert not_written(wrapped, run) is not None
     assert not_written(wrapped, None) is None
+    ring = RuntimeError("of its own making")
+    ring.__cause__ = ring
+    assert not_written(ring, run) is None
+
+
+def test_another_error_of_a_loading_comes_through_as_it_is(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import PreTrainedModel
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", fail)
+    base = load_base_model(str(workshop.base("qwen3_moe")))
+    with pytest.raises(InputError, match="cannot be loaded .RuntimeError: something else") as e:
+        load_weights(base, random=False, memory=MemoryLimit(LIMIT, folder=tmp_path), **FP32)
+    assert e.value.__cause__ is not None and e.value.__cause__.__cause__ is None
 
 
 KILLED = """
