@@ -61,8 +61,22 @@ def _device(name: str) -> torch.device:
 
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise CannotRunError(f"{name}: is no device that torch knows") from error
+    except (RuntimeError, TypeError) as error:
+        raise CannotRunError(f"{name!r}: is no device that torch knows here") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CannotRunError(f"{name}: this machine has no GPU", hint="use device='cpu'")
+    if device.type == "meta":
+        raise CannotRunError(f"{name}: holds no values", hint="use device='cpu'")
+    try:
+        torch.empty(1, device=device)
+    # Each backend that is not there raises what it likes, an AssertionError or an ImportError.
+    except Exception as error:
+        raise CannotRunError(
+            f"{name}: torch cannot use this device here ({_first_line(error)})",
+            hint="use device='cpu'",
+        ) from error
     return device
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__

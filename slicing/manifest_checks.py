@@ -26,7 +26,7 @@ def manifest_faults(
     found: list[str] = []
     try:
         ranks = body["ranks"]
-        if [rank["tp_rank"] for rank in ranks] != list(range(layout.tp_size)):
+        if not _same([rank["tp_rank"] for rank in ranks], list(range(layout.tp_size))):
             found.append(f"lists ranks {[r['tp_rank'] for r in ranks]} of {layout.tp_size}")
         else:
             found += _rank_faults(body, layout)
@@ -46,17 +46,17 @@ def manifest_faults(
 
 
 def _rank_faults(body: dict[str, Any], layout: ParallelLayout) -> Iterator[str]:
-    if body["parallel"]["moe_tp_size"] != layout.moe_tp_size:
+    if not _same(body["parallel"]["moe_tp_size"], layout.moe_tp_size):
         yield "moe_tp_size is not tp_size / (moe_ep_size * moe_dp_size)"
     for rank, coords in zip(body["ranks"], layout.all_coords(), strict=True):
         for name in ("moe_ep_rank", "moe_tp_rank"):
             want = getattr(coords, name)
-            if rank[name] != want:
+            if not _same(rank[name], want):
                 message = f"tp_rank {coords.tp_rank}: {name} {rank[name]}, expected {want}"
                 yield f"{message} for rank_order {layout.rank_order}"
         if rank["file"] != rank_file(coords.tp_rank, layout.tp_size):
             yield f"tp_rank {coords.tp_rank}: unexpected file {rank['file']!r}"
-        if not isinstance(rank["sha256"], str) or not isinstance(rank["bytes"], int):
+        if not isinstance(rank["sha256"], str) or type(rank["bytes"]) is not int:
             yield f"tp_rank {coords.tp_rank}: sha256 or bytes missing"
         if not isinstance(rank["expert_ids"], list | dict):
             yield f"tp_rank {coords.tp_rank}: expert_ids missing"
@@ -81,14 +81,17 @@ def _module_faults(
         good = isinstance(shape, list) and len(shape) == (3 if routed else 2)
         if not good or not all(_is_size(size) for size in shape):
             yield f"{path}: lora_{letter} has the shape {shape!r}"
-        elif dim is not None and (not isinstance(dim, int) or not 0 <= dim < len(shape)):
+        elif dim is not None and (type(dim) is not int or not 0 <= dim < len(shape)):
             yield f"{path}: lora_{letter} has the sharded_dim {dim!r}"
         elif dim is not None and "restore" in body:
             parts = layout.moe_tp_size if routed else layout.tp_size
             cuts = [
                 Cut(size, units, "", *map(bool, flags)) for size, units, *flags in _cuts(body, path)
             ]
-            works = all(_is_size(cut.size) and cut_works(cut, parts) for cut in cuts)
+            works = all(
+                _is_size(cut.size) and type(cut.units) is int and cut_works(cut, parts)
+                for cut in cuts
+            )
             if not works or sum(cut.size for cut in cuts) != shape[dim]:
                 yield f"{path}: the cuts do not fit lora_{letter} {shape}"
         if good and not _rank_fits(module, letter):
@@ -100,7 +103,7 @@ def _module_faults(
 def _rank_fits(module: dict[str, Any], letter: str) -> bool:
     """Return whether a factor's rank dim is what ``r`` (and ``a_slices``) say."""
     shape, r, slices = module[f"lora_{letter}"]["shape"], module["r"], module.get("a_slices", 1)
-    if slices not in (1, 2) or not isinstance(slices, int):
+    if slices not in (1, 2) or type(slices) is not int:
         return False
     return bool(shape[-1] == r if letter == "B" else shape[-2] == r * slices)
 
@@ -142,7 +145,7 @@ def _expert_faults(
     for letter in "AB":
         shape = module[f"lora_{letter}"]["shape"]
         rows = 1 if module.get("shared_factor") == letter else count
-        if isinstance(shape, list) and shape[:1] != [rows]:
+        if isinstance(shape, list) and not _same(shape[:1], [rows]):
             why = f"num_experts {count}, shared_factor {module.get('shared_factor')!r}"
             yield f"{path}: lora_{letter} has the shape {shape!r}, expected {rows} rows ({why})"
     # where a module has more experts than another beside it, the last rank has the surplus
@@ -161,12 +164,19 @@ def _expert_faults(
         wanted = owned[coords.moe_ep_rank]
         if coords.moe_ep_rank == layout.moe_ep_size - 1:
             wanted = [*wanted, *range(routed, count)]
-        if [i for i in ids if i < count] != wanted:
+        if not _same([i for i in ids if i < count], wanted):
             yield (
                 f"tp_rank {coords.tp_rank}: expert_ids {ids} for {path}, expected "
                 f"{wanted} for expert_placement {placement.kind}"
             )
 
 
+def _same(value: Any, wanted: int | list[int]) -> bool:
+    """Whether a value is this integer, or this list: in Python ``True`` and ``1.0`` equal 1."""
+    if isinstance(wanted, list):
+        return value == wanted and all(type(one) is int for one in value)
+    return type(value) is int and value == wanted
+
+
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return type(value) is int and value > 0

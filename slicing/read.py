@@ -120,8 +120,9 @@ def load_rank(shards: Path | str, tp_rank: int, device: str = "cpu") -> dict[str
     from moelora.slicing.load import load_tensors
 
     opened = ShardSet.open(shards)
-    if not 0 <= tp_rank < opened.layout.tp_size:
-        raise InputError(f"{shards}: has ranks 0 to {opened.layout.tp_size - 1}, got {tp_rank}")
+    whole = hasattr(type(tp_rank), "__index__") and not isinstance(tp_rank, bool)
+    if not whole or not 0 <= tp_rank < opened.layout.tp_size:
+        raise InputError(f"{shards}: has ranks 0 to {opened.layout.tp_size - 1}, got {tp_rank!r}")
     path = opened.rank_path(tp_rank)
     if path_kind(path) != "file":
         raise InputError(f"{path}: no such file, but {MANIFEST_NAME} lists it")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from made_adapters import Tiny, open_small, pair
@@ -59,12 +61,29 @@ def test_a_cut_file_is_refused(tiny: dict[str, Tiny], tmp_path: Path) -> None:
         load_rank(tmp_path / "out", 1)
 
 
-@pytest.mark.parametrize("device", ["cuda", "toaster"])
+ABSENT = ["cuda", "cuda:7", "toaster", "mps", "xpu", "hpu", "vulkan", "meta", "", None, True, 1.5]
+
+
+@pytest.mark.parametrize("device", ABSENT, ids=repr)
 def test_devices_that_are_not_there(
-    device: str, tiny: dict[str, Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: Any, tiny: dict[str, Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     tiny["qwen3_moe"].shard(tmp_path / "out", ParallelLayout(2))
     with pytest.raises(CannotRunError) as caught:
         load_rank(tmp_path / "out", 0, device)
     assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("rank", [1.0, "1", None, True, 2, -1, [0]], ids=repr)
+def test_what_is_no_rank(rank: Any, tiny: dict[str, Tiny], tmp_path: Path) -> None:
+    tiny["qwen3_moe"].shard(tmp_path / "out", ParallelLayout(2))
+    with pytest.raises(InputError, match=r"has ranks 0 to 1, got") as caught:
+        load_rank(tmp_path / "out", rank)
+    assert repr(rank) in caught.value.message
+
+
+def test_an_integer_of_another_library_is_a_rank(tiny: dict[str, Tiny], tmp_path: Path) -> None:
+    tiny["qwen3_moe"].shard(tmp_path / "out", ParallelLayout(2))
+    got = load_rank(tmp_path / "out", np.int64(1))  # type: ignore[arg-type]
+    assert got.keys() == load_rank(tmp_path / "out", 1).keys()
