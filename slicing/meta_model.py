@@ -26,6 +26,12 @@ def build_config(fields: dict[str, Any], where: str) -> Any:
     """
     from transformers import AutoConfig
 
+    stated = fields.get("quantization_config")
+    if stated is not None and not isinstance(stated, dict):
+        raise InputError(
+            f"{where}: quantization_config is {type(stated).__name__}, expected an object",
+            hint="take the base's own config.json, or take the entry out where nothing is quantised",
+        )
     # auto_map names remote code, which is never run: the model type decides.
     known = {k: _floats(v) for k, v in fields.items() if k not in ("auto_map", "model_type")}
     model_type = fields["model_type"]
