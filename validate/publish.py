@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelora.slicing.adapter import CONFIG_NAME, sha256_of
+from moelora.slicing.adapter import CONFIG_NAME
 from moelora.slicing.bounded_json import Limits, read_json_object
 from moelora.slicing.errors import FaultsError, InputError
 from moelora.slicing.manifest import MANIFEST_NAME
@@ -59,7 +59,7 @@ def publish(
         OutputError: the Hub refused.
     """
     opened = ShardSet.open(shards)
-    manifest = sha256_of(opened.folder / MANIFEST_NAME)
+    manifest = opened.manifest_sha256
     check_report(report, manifest)
     damage = opened.damaged_files()
     if damage:
