@@ -110,7 +110,9 @@ def test_no_module_of_a_correct_set_is_off(
     """Asked although the logits agree: each module's floor is its own."""
     seen: list[trace.Step] = []
 
-    def look(report: Any, model: Any, sharded: Any, reference: Any, tokens: Any, _: Any) -> None:
+    def look(
+        report: Any, model: Any, sharded: Any, reference: Any, tokens: Any, _: Any, *, strict: bool
+    ) -> None:
         seen.extend(trace.trace(model, sharded, bench[0], reference, tokens))
 
     bench: list[Any] = []
