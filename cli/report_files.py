@@ -45,11 +45,8 @@ def make_room(files: Sequence[Path], inputs: Sequence[Path]) -> None:
 
 
 def _resolved(path: Path) -> Path:
-    """Return where a path leads, links followed."""
-    try:
-        return path.resolve()
-    except (OSError, RuntimeError) as error:  # a loop of links
-        raise OutputError(f"{path}: {error}", hint="name a file that you may write") from error
+    """Return where a path leads, links followed; a loop of links shows when it is looked at."""
+    return Path(os.path.realpath(path))
 
 
 def _require_writable(file: Path, given: Path) -> None:
@@ -65,7 +62,8 @@ def _require_writable(file: Path, given: Path) -> None:
                 f"{given}: exists and is no report of moelora",
                 hint="name another file, or remove it",
             )
-        part_of(file).exists()  # a name that is too long for the file system
+        with suppress(FileNotFoundError):
+            part_of(file).lstat()  # a name that is too long for the file system
     except OSError as error:
         raise OutputError(
             f"{given}: {error.strerror or error}", hint="name a file that you may write"
