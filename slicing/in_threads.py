@@ -12,7 +12,9 @@ Item = TypeVar("Item")
 Found = TypeVar("Found")
 
 
-def in_threads(function: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
+def in_threads(
+    function: Callable[[Item], Found], items: Sequence[Item], most: int = MAX_THREADS
+) -> list[Found]:
     """Return ``function`` of each item, in their order; raise what the first that fails raises."""
-    with ThreadPoolExecutor(max(1, min(MAX_THREADS, os.cpu_count() or 1, len(items)))) as pool:
+    with ThreadPoolExecutor(max(1, min(most, os.cpu_count() or 1, len(items)))) as pool:
         return list(pool.map(function, items))

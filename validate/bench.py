@@ -34,7 +34,7 @@ from moelora.validate.memory_limit import (
     require_kept,
 )
 from moelora.validate.pass_progress import watch_layers
-from moelora.validate.rank_model import MoeLora
+from moelora.validate.rank_model import MoeLora, RankLora, rank_lora
 from moelora.validate.reference import Reference, make_reference
 from moelora.validate.report import VerifyReport
 from moelora.validate.sharded_model import ShardedModel
@@ -200,6 +200,11 @@ class Bench:
         if not isinstance(vocabulary, int) or vocabulary < 1:
             raise InputError(f"{base.name_or_path}: its config has the vocab_size {vocabulary!r}")
         return random_tokens(vocabulary, options.tokens, options.seed).to(self.device)
+
+    def rank_lora(self, path: str, rank: int) -> RankLora:
+        """Return what a rank holds of a module, as its file has it."""
+        entry = next(e for e in self.shards.body["modules"] if e["path"] == path)
+        return rank_lora(self.shards, entry, rank, self.tensors[rank])
 
     def sharded(self, model: nn.Module) -> ShardedModel:
         return ShardedModel(model, self.plan, self.shards, self.tensors, self.joins, self.kernel)

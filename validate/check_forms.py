@@ -19,8 +19,9 @@ from moelora import kernels
 from moelora.validate.bench import Bench
 from moelora.validate.check_deltas import Deltas
 from moelora.validate.drive import ExpertDrive
+from moelora.validate.mixed_batch import beside_another
 from moelora.validate.rank_experts import ExpertWeights
-from moelora.validate.rank_model import MoeLora, RankLora, local_ids, pick, rank_lora
+from moelora.validate.rank_model import MoeLora, RankLora, local_ids, pick
 from moelora.validate.report import Finding, VerifyReport
 from moelora.validate.sharded_model import ShardedModel
 
@@ -131,8 +132,7 @@ def _on_rank(
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[float, str]:
     """Return the relative error of a rank's call, and why there is none."""
-    entry = next(e for e in bench.shards.body["modules"] if e["path"] == drive.planned.path)
-    lora = rank_lora(bench.shards, entry, rank, bench.tensors[rank])
+    lora = bench.rank_lora(drive.planned.path, rank)
     batch = batch_of(drive, rank, lora.to(bench.device, torch.float32))
     try:
         if form.activation is None:
@@ -153,21 +153,14 @@ def batch_of(drive: ExpertDrive, rank: int, lora: RankLora) -> Batch:
     ids = local_ids(drive.served[rank], lora.expert_ids, len(drive.units))
     busy = torch.argsort((ids >= 0).any(1).int(), descending=True, stable=True)[:OTHERS]
     mapping = torch.ones(len(ids), dtype=torch.int32, device=ids.device)
-    scaling = lora.scaling
-    if isinstance(scaling, torch.Tensor):
-        scaling = torch.stack([scaling, scaling])
+    lora_a, lora_b, options = beside_another(lora)
     return Batch(
         torch.cat([x, x[busy], x[busy]]).contiguous(),
-        torch.stack([-lora.lora_a.flip(0), lora.lora_a]),
-        torch.stack([lora.lora_b.flip(0), lora.lora_b]),
+        lora_a,
+        lora_b,
         torch.cat([ids, ids[busy], ids[busy]]),
         torch.cat([mapping, mapping[busy] - 1, mapping[busy] - 2]),
-        {
-            "scaling": scaling,
-            "a_slices": lora.a_slices,
-            "gate_up_layout": lora.gate_up_layout,
-            "num_local_experts": len(lora.expert_ids),
-        },
+        options,
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+
+from moelora.slicing import in_threads as plain
 
 MAX_THREADS = 16
 
@@ -17,12 +17,10 @@ R = TypeVar("R")
 
 def in_threads(job: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Return ``job`` of every item, in order; the first exception of a job is raised."""
-    given = list(items)
     own = torch.get_num_threads()
     # one core per job: jobs that split their work further would wait for each other's cores
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(max(1, min(MAX_THREADS, os.cpu_count() or 1, len(given)))) as pool:
-            return list(pool.map(job, given))
+        return plain.in_threads(job, list(items), MAX_THREADS)
     finally:
         torch.set_num_threads(own)

@@ -10,7 +10,25 @@ from typing import Any
 
 import torch
 
-from moelora.validate.rank_model import MoeLora
+from moelora.validate.rank_model import MoeLora, RankLora
+
+
+def beside_another(lora: RankLora) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return lora_a and lora_b of two slots, another adapter's in slot 0 and this one's in slot 1,
+    and the options of a kernel call with them."""
+    scaling = lora.scaling
+    if isinstance(scaling, torch.Tensor):
+        scaling = torch.stack([scaling, scaling])
+    return (
+        torch.stack([-lora.lora_a.flip(0), lora.lora_a]),
+        torch.stack([lora.lora_b.flip(0), lora.lora_b]),
+        {
+            "scaling": scaling,
+            "a_slices": lora.a_slices,
+            "gate_up_layout": lora.gate_up_layout,
+            "num_local_experts": len(lora.expert_ids),
+        },
+    )
 
 
 class MixedBatch:

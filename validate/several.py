@@ -19,7 +19,7 @@ from moelora.slicing.errors import UsageError
 from moelora.validate.bench import Bench, Options, opened
 from moelora.validate.check_deltas import LIMIT
 from moelora.validate.drive import ExpertDrive
-from moelora.validate.rank_model import RankLora, local_ids, pick, rank_lora
+from moelora.validate.rank_model import RankLora, local_ids, pick
 from moelora.validate.report import Finding, VerifyReport
 from moelora.validate.run import Run, make_limits, run_lenses
 from moelora.validate.slots import Slots
@@ -197,9 +197,7 @@ def _run_mixed(
 
 
 def _lora(bench: Bench, path: str, rank: int) -> RankLora:
-    entry = next(e for e in bench.shards.body["modules"] if e["path"] == path)
-    own = rank_lora(bench.shards, entry, rank, bench.tensors[rank])
-    return own.to(bench.device, torch.float32)
+    return bench.rank_lora(path, rank).to(bench.device, torch.float32)
 
 
 def _one_rank(

@@ -20,7 +20,7 @@ from moelora.validate.bench import Bench
 from moelora.validate.check_deltas import Deltas, run_module
 from moelora.validate.check_forms import Form, activated, batch_of, summed
 from moelora.validate.drive import ExpertDrive
-from moelora.validate.rank_model import RankLora, add_expert_deltas, rank_lora
+from moelora.validate.rank_model import RankLora, add_expert_deltas
 
 
 @dataclass
@@ -106,5 +106,4 @@ def _as_in_the_model(bench: Bench, drive: ExpertDrive, lora: RankLora) -> None:
 
 
 def _lora(bench: Bench, drive: ExpertDrive) -> RankLora:
-    entry = next(e for e in bench.shards.body["modules"] if e["path"] == drive.planned.path)
-    return rank_lora(bench.shards, entry, 0, bench.tensors[0])
+    return bench.rank_lora(drive.planned.path, 0)

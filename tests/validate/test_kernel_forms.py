@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from moelora import kernels
 from moelora.validate import warm_up
 from moelora.validate.bench import Bench, Options, opened
 from moelora.validate.check_forms import Form, check_forms, form_of
-from moelora.validate.check_graph import LayerCalls, replay_fault
+from moelora.validate.check_graph import LayerCalls, check_graph, replay_fault
 from moelora.validate.drive import ExpertDrive
 from moelora.validate.rank_experts import ExpertWeights
 from moelora.validate.rank_model import RankLora
@@ -186,6 +187,31 @@ def test_a_replay_with_anything_stale_is_wrong(stale: str) -> None:
 def test_a_change_that_changes_nothing_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerCalls, "change", lambda self, seed: None)
     assert "changes nothing" in replay_fault(calls(4), lambda run: run)
+
+
+def test_ranks_that_could_not_be_replayed_are_not_called_replayed() -> None:
+    """Stages of unlike experts share no routing: where no rank has others, nothing was compared."""
+
+    class Held(SimpleNamespace):
+        def to(self, *_: Any) -> Held:
+            return self
+
+    experts = {"up": [0, 1], "down": [0]}
+    drives = []
+    for path in experts:
+        drive: Any = object.__new__(ExpertDrive)
+        module = SimpleNamespace(base=SimpleNamespace(layer=0), role=f"routed_{path}")
+        drive.planned = SimpleNamespace(path=path, module=module, placement=module)
+        drives.append(drive)
+    bench: Any = SimpleNamespace(
+        device="cuda", dtype=torch.float32, kernel_name="triton",
+        rank_lora=lambda path, rank: Held(expert_ids=experts[path]),
+    )  # fmt: skip
+    deltas: Any = SimpleNamespace(drives=drives, joins=SimpleNamespace(tp_ranks=[0, 1]))
+    report = VerifyReport("shards", "adapter", "base")
+    check_graph(report, bench, deltas)
+    (check,) = report.checks
+    assert (check.outcome, check.needed) == ("not_checked", False)
 
 
 @pytest.mark.gpu
