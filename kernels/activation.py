@@ -17,14 +17,15 @@ from moelora.kernels.launch import (
     on_device,
     raw_stream,
 )
-from moelora.kernels.plan import Problem, grouped_shrink, partials
+from moelora.kernels.plan import grouped_shrink, partials
+from moelora.kernels.problem import Problem, known_multiple
 from moelora.kernels.routing import (
     MoeLoraRouting,
-    MoeLoraWorkspace,
     build_routing_eager,
     max_tiles,
 )
 from moelora.kernels.tiles import MAX_PROGRAMS_PER_SM, cdiv
+from moelora.kernels.workspace import MoeLoraWorkspace
 
 
 def fused_moe_lora_activation(
@@ -114,7 +115,9 @@ def _activation_plan(
             "IS_GATED": gated, "IS_INTERLEAVED": s.interleaved,
             "USE_SCALING_TENSOR": p.scaling_per_group is not None, "SPLIT_K": tile.split_k,
             "BLOCK_M": block_m, "BLOCK_N": expand.block_n,
-            "BLOCK_R": expand.block_r, "BLOCKS": expand.blocks, "USE_PDL": early,
+            "BLOCK_R": expand.block_r, "BLOCKS": expand.blocks,
+            "N_MULTIPLE": known_multiple(features, *act.stride()[:2], *p.output.stride()[:2]),
+            "B_MULTIPLE": p.b_multiple, "USE_PDL": early,
         },
         num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
     )  # fmt: skip

@@ -7,8 +7,9 @@ for experts without a gate.
 import triton
 import triton.language as tl
 
-from moelora.kernels.grouped import (
+from moelora.kernels.parts import (
     ROUTING_HEADER,
+    aligned,
     expand_dot,
     load_factors,
     load_tile,
@@ -96,6 +97,8 @@ def _expand_activation_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks of I that one item goes through with the same y
+    N_MULTIPLE: tl.constexpr,
+    B_MULTIPLE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Grid (any,), strided. One item is (tile, BLOCKS blocks of I); then 16 pairs without delta.
@@ -106,6 +109,11 @@ def _expand_activation_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    features = aligned(features, N_MULTIPLE)
+    stride_ot, stride_ok = aligned(stride_ot, N_MULTIPLE), aligned(stride_ok, N_MULTIPLE)
+    stride_bl, stride_be = aligned(stride_bl, B_MULTIPLE), aligned(stride_be, B_MULTIPLE)
+    stride_bn = aligned(stride_bn, B_MULTIPLE)
+    stride_ct, stride_ck = aligned(stride_ct, N_MULTIPLE), aligned(stride_ck, N_MULTIPLE)
     UP_SLICE: tl.constexpr = A_SLICES - 1
     num_blocks = tl.cdiv(features, BLOCK_N)
     items_per_tile = tl.cdiv(num_blocks, BLOCKS)

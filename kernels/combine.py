@@ -18,9 +18,11 @@ from moelora.kernels.launch import (
     on_device,
     raw_stream,
 )
-from moelora.kernels.plan import Problem, pairwise_shrink, partials
-from moelora.kernels.routing import MoeLoraRouting, MoeLoraWorkspace
+from moelora.kernels.plan import pairwise_shrink, partials
+from moelora.kernels.problem import Problem
+from moelora.kernels.routing import MoeLoraRouting
 from moelora.kernels.tiles import cdiv
+from moelora.kernels.workspace import MoeLoraWorkspace
 
 # Up to this many pairs the sum over top-k gathers B for each token; above, the deltas are added
 # in place first, where a group's rows share B.
@@ -97,9 +99,7 @@ def _combine_plan(p: Problem, out: torch.Tensor, use_delta: bool) -> FormPlan:
     num_pairs = s.num_tokens * s.top_k
     shrink, tile = pairwise_shrink(p, num_pairs)
     split_k = tile.split_k if use_delta else 1
-    expand = tiles.pairwise_expand_tile(
-        s.num_tokens, s.num_tokens, s.rank, s.out_features, 1, gpu.sms
-    )
+    expand = tiles.pairwise_expand_tile(s.num_tokens, s.rank, s.out_features, 1, gpu.sms)
     block_n = expand.block_n if use_delta else min(1024, tiles.power_of_2(s.out_features, 32, 1024))
     last = Launch(
         _pairwise_combine_kernel,
@@ -110,9 +110,11 @@ def _combine_plan(p: Problem, out: torch.Tensor, use_delta: bool) -> FormPlan:
         {
             "TOP_K": s.top_k, "RANK": s.rank, "USE_DELTA": use_delta,
             "USE_SCALING_TENSOR": p.scaling_per_group is not None, "SPLIT_K": split_k,
-            "BLOCK_N": block_n, "BLOCK_R": expand.block_r, "USE_PDL": early,
+            "BLOCK_N": block_n, "BLOCK_R": expand.block_r,
+            "N_MULTIPLE": p.n_multiple(out, p.output), "B_MULTIPLE": p.b_multiple,
+            "USE_PDL": early,
         },
-        num_warps=expand.num_warps, num_stages=1, early=early,
+        num_warps=expand.num_warps, num_stages=1, early=early, fusion=p.sums_may_fuse,
     )  # fmt: skip
     elements = tile.split_k * num_pairs * s.rank if use_delta else 0
     return FormPlan(shrink if use_delta else None, last, elements, torch.float32)
@@ -134,5 +136,5 @@ def _run_combine(
     stream = raw_stream(x.device)
     y = partials(plan.partial_elements, plan.partial_dtype, x.device, workspace)
     if plan.shrink is not None:
-        plan.shrink(stream, x, lora_a, y, topk_ids, mapping)
+        plan.shrink(stream, x, lora_a, y, topk_ids, mapping, None)
     plan.last(stream, out, down, y, lora_b, topk_ids, mapping, per_group, topk_weights)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from moelora.kernels.pairwise import load_rank_vector, load_virtual_id
+from moelora.kernels.parts import aligned
 
 
 @triton.jit(do_not_specialize=["num_pairs", "scaling_value"])
@@ -44,6 +45,8 @@ def _pairwise_combine_kernel(
     SPLIT_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    N_MULTIPLE: tl.constexpr,
+    B_MULTIPLE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Grid (T * cdiv(N, BLOCK_N),). One program sums one token's pairs in BLOCK_N columns.
@@ -53,6 +56,11 @@ def _pairwise_combine_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    out_features = aligned(out_features, N_MULTIPLE)
+    stride_ot, stride_ok = aligned(stride_ot, N_MULTIPLE), aligned(stride_ok, N_MULTIPLE)
+    stride_bl, stride_be = aligned(stride_bl, B_MULTIPLE), aligned(stride_be, B_MULTIPLE)
+    stride_bn = aligned(stride_bn, B_MULTIPLE)
+    stride_ct = aligned(stride_ct, N_MULTIPLE)
     num_blocks = tl.cdiv(out_features, BLOCK_N)
     token = tl.program_id(0) // num_blocks
     offs_n = (tl.program_id(0) % num_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)

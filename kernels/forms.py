@@ -11,7 +11,7 @@ import torch
 from moelora.kernels.arguments import check_problem, check_scaling
 from moelora.kernels.errors import ArgumentError
 from moelora.kernels.launch import Launch, require_triton
-from moelora.kernels.plan import Problem
+from moelora.kernels.problem import Problem
 from moelora.kernels.routing import MAX_CACHED
 
 plans: dict[tuple[Any, ...], Any] = {}

@@ -7,8 +7,10 @@ import torch
 from moelora.kernels import ops
 from moelora.kernels.arguments import check_output, check_problem, check_scaling
 from moelora.kernels.launch import INTERPRETED, on_device, require_triton
-from moelora.kernels.plan import Plan, Problem, add_plan, run_add
-from moelora.kernels.routing import MAX_CACHED, MoeLoraRouting, MoeLoraWorkspace
+from moelora.kernels.plan import Plan, add_plan, run_add
+from moelora.kernels.problem import Problem
+from moelora.kernels.routing import MAX_CACHED, MoeLoraRouting
+from moelora.kernels.workspace import MoeLoraWorkspace
 
 _plans: dict[tuple[Any, ...], Plan | None] = {}
 

@@ -11,17 +11,14 @@ the loop or above it: the wait comes before any such loop.)
 import triton
 import triton.language as tl
 
-ROUTING_HEADER = tl.constexpr(8)  # routing.ROUTING_HEADER
-
-
-@triton.jit
-def load_tile(routing_ptr, tile, num_pairs, tile_capacity):
-    """Return (virtual expert, first position, rows) of a tile."""
-    tiles_ptr = routing_ptr + ROUTING_HEADER + num_pairs + tile
-    virtual_id = tl.load(tiles_ptr)
-    position = tl.load(tiles_ptr + tile_capacity)
-    rows = tl.load(tiles_ptr + 2 * tile_capacity)
-    return virtual_id, position, rows
+from moelora.kernels.parts import (
+    ROUTING_HEADER,
+    aligned,
+    expand_dot,
+    load_factors,
+    load_tile,
+    load_y,
+)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "tile_capacity"])
@@ -48,12 +45,17 @@ def _fused_moe_lora_shrink_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    K_MULTIPLE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Grid (any,), strided. One item is (tile, split of K, block of A rows): y = x @ A.T."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    in_features = aligned(in_features, K_MULTIPLE)
+    stride_xt, stride_xk = aligned(stride_xt, K_MULTIPLE), aligned(stride_xk, K_MULTIPLE)
+    stride_al, stride_ae = aligned(stride_al, K_MULTIPLE), aligned(stride_ae, K_MULTIPLE)
+    stride_ar = aligned(stride_ar, K_MULTIPLE)
     NUM_R_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_R - 1) // BLOCK_R
     num_items = tl.load(routing_ptr) * SPLIT_K * NUM_R_BLOCKS
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -93,73 +95,6 @@ def _fused_moe_lora_shrink_kernel(
         y_rows = y_ptr + (split.to(tl.int64) * num_pairs + first + offs_m) * COLUMNS
         y = acc.to(y_ptr.dtype.element_ty)
         tl.store(y_rows[:, None] + offs_r[None, :], y, mask=mask_m[:, None] & mask_r[None, :])
-
-
-@triton.jit
-def load_b(b_rows, mask_n, RANK: tl.constexpr, BLOCK_R: tl.constexpr, START: tl.constexpr):
-    """Return columns [START, START + BLOCK_R) of B's rows, (rows, BLOCK_R)."""
-    offs_r = START + tl.arange(0, BLOCK_R)
-    mask = mask_n[:, None]
-    if START + BLOCK_R > RANK:
-        mask &= (offs_r < RANK)[None, :]
-    return tl.load(b_rows[:, None] + offs_r[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def load_y(
-    y_rows, plane, mask_m,
-    RANK: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_R: tl.constexpr, START: tl.constexpr,
-):  # fmt: skip
-    """Return columns [START, START + BLOCK_R) of the rank vectors, summed over splits in fp32."""
-    offs_r = START + tl.arange(0, BLOCK_R)
-    mask = mask_m[:, None]
-    if START + BLOCK_R > RANK:
-        mask &= (offs_r < RANK)[None, :]
-    y_ptrs = y_rows[:, None] + offs_r[None, :]
-    y = tl.load(y_ptrs, mask=mask, other=0.0)
-    for split in tl.static_range(1, SPLIT_K):
-        y += tl.load(y_ptrs + split * plane, mask=mask, other=0.0)
-    return y
-
-
-@triton.jit
-def expand_dot(
-    y_first,  # (BLOCK_M, BLOCK_R), the first columns of y, in B's type
-    y_rows,  # (BLOCK_M,) pointers to the rows of y, at the columns of the A slice
-    b_rows,  # (BLOCK_N,) pointers to the rows of B
-    mask_m,
-    mask_n,
-    plane,  # elements of one split of y
-    RANK: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Return y @ B.T, (BLOCK_M, BLOCK_N) in fp32."""
-    b = load_b(b_rows, mask_n, RANK, BLOCK_R, 0)
-    acc = tl.dot(y_first, tl.trans(b), input_precision="ieee")
-    for start in tl.static_range(BLOCK_R, RANK, BLOCK_R):
-        b = load_b(b_rows, mask_n, RANK, BLOCK_R, start)
-        y = load_y(y_rows, plane, mask_m, RANK, SPLIT_K, BLOCK_R, start)
-        acc = tl.dot(y.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def load_factors(
-    token, k, mask_m, scaling_value, scaling_ptr, topk_weights_ptr, slot, expert, a_slice,
-    stride_sl, stride_se, stride_ss, stride_wt, stride_wk,
-    USE_SCALING_TENSOR: tl.constexpr, USE_TOPK_WEIGHTS: tl.constexpr,
-):  # fmt: skip
-    """Return what each row's delta is multiplied with, fp32."""
-    factors = tl.where(mask_m, 1.0, 0.0) * scaling_value
-    if USE_SCALING_TENSOR:
-        factors *= tl.load(
-            scaling_ptr + slot * stride_sl + expert * stride_se + a_slice * stride_ss
-        )
-    if USE_TOPK_WEIGHTS:
-        offs_w = token * stride_wt + k * stride_wk
-        factors *= tl.load(topk_weights_ptr + offs_w, mask=mask_m, other=0.0).to(tl.float32)
-    return factors
 
 
 @triton.jit
@@ -209,6 +144,8 @@ def _fused_moe_lora_expand_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks of columns that one item goes through with the same y
+    N_MULTIPLE: tl.constexpr,
+    B_MULTIPLE: tl.constexpr,
     PREFETCH: tl.constexpr,  # whether the next block's output is under way while one is computed
     USE_PDL: tl.constexpr,
 ):
@@ -219,6 +156,10 @@ def _fused_moe_lora_expand_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    slice_features = aligned(slice_features, N_MULTIPLE)
+    stride_ot, stride_ok = aligned(stride_ot, N_MULTIPLE), aligned(stride_ok, N_MULTIPLE)
+    stride_bl, stride_be = aligned(stride_bl, B_MULTIPLE), aligned(stride_be, B_MULTIPLE)
+    stride_bn = aligned(stride_bn, B_MULTIPLE)
     PARTS: tl.constexpr = 2 if IS_INTERLEAVED and A_SLICES == 2 else 1
     blocks_per_slice = tl.cdiv(slice_features, BLOCK_N)
     items_per_slice = tl.cdiv(blocks_per_slice, BLOCKS)

@@ -74,13 +74,16 @@ class Launch:
 
     def __init__(
         self, kernel: Any, grid: int, numbers: Sequence[float], constants: dict[str, Any],
-        *, num_warps: int = 4, num_stages: int = 2, early: bool = False,
+        *, num_warps: int = 4, num_stages: int = 2, early: bool = False, fusion: bool = True,
     ) -> None:  # fmt: skip
+        """fusion: whether a product and a sum may be rounded together."""
         self._kernel, self._grid, self.numbers = kernel, grid, tuple(numbers)
         self._constants = constants
         self._options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
         if early:
             self._options["launch_pdl"] = True
+        if not fusion:
+            self._options["enable_fp_fusion"] = False
         self._compiled: Any = None
         self._tail = (*self.numbers, *constants.values())
 

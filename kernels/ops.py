@@ -27,9 +27,16 @@ def build_routing_op(
     num_adapters: int,
     num_local_experts: int,
     block_m: int,
+    expected_pairs: int,
 ) -> torch.Tensor:
     return build_routing_eager(
-        topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m, None, 0
+        topk_ids,
+        token_lora_mapping,
+        num_adapters,
+        num_local_experts,
+        block_m,
+        None,
+        expected_pairs,
     ).buffer
 
 
@@ -40,8 +47,10 @@ def _(
     num_adapters: int,
     num_local_experts: int,
     block_m: int,
+    expected_pairs: int,
 ) -> torch.Tensor:
-    words = routing_words(topk_ids.numel(), num_adapters * num_local_experts, block_m)
+    num_groups = num_adapters * num_local_experts
+    words = routing_words(topk_ids.numel(), num_groups, block_m, expected_pairs)
     return topk_ids.new_empty(words, dtype=torch.int32)
 
 

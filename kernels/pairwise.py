@@ -3,10 +3,15 @@
 For few pairs that hardly share groups (decode): every program reads its pair's ids itself, so the
 chain is two launches per stage, and K is split into as many programs as the GPU can hold.
 Letters and USE_PDL as in grouped.py.
+
+USE_LIST: programs belong to entries of the list that `_list_pairs_kernel` made, and go through it in
+strides. Where most experts are elsewhere, no programs start for the pairs that are.
 """
 
 import triton
 import triton.language as tl
+
+from moelora.kernels.parts import ROUTING_HEADER, aligned
 
 
 @triton.jit
@@ -21,6 +26,37 @@ def load_virtual_id(
     return has_work, slot, expert
 
 
+@triton.jit
+def load_entry(routing_ptr, place, end, num_local_experts):
+    """Return (pair, slot, expert) of a place in the list, pair -1 where there is none before `end`."""
+    list_ptr = (routing_ptr + ROUTING_HEADER).to(tl.pointer_type(tl.int64), bitcast=True)
+    entry = tl.load(list_ptr + place, mask=place < end, other=-1)
+    virtual_id = (entry >> 32).to(tl.int32)
+    slot, expert = virtual_id // num_local_experts, virtual_id % num_local_experts
+    return entry.to(tl.int32), slot.to(tl.int64), expert.to(tl.int64)
+
+
+@triton.jit
+def load_pair(
+    topk_ids_ptr, mapping_ptr, routing_ptr, place, num_pairs, num_adapters, num_local_experts,
+    stride_it, stride_ik, stride_mt, TOP_K: tl.constexpr, USE_LIST: tl.constexpr,
+):  # fmt: skip
+    """Return (pair, slot, expert, entries in the list); pair is -1 where there is no work."""
+    if USE_LIST:
+        # not bounded by what is loaded here too: both loads are in flight together
+        pair, slot, expert = load_entry(routing_ptr, place, num_pairs, num_local_experts)
+        count = tl.load(routing_ptr)
+    else:
+        count = num_pairs
+        token, k = (place // TOP_K).to(tl.int64), (place % TOP_K).to(tl.int64)
+        has_work, slot, expert = load_virtual_id(
+            topk_ids_ptr, mapping_ptr, token, k, num_adapters, num_local_experts,
+            stride_it, stride_ik, stride_mt,
+        )  # fmt: skip
+        pair = tl.where(has_work, place, -1)
+    return pair, slot, expert, count
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _pairwise_shrink_kernel(
     x_ptr,  # (T, in), or (T, K, in) with X_PER_PAIR
@@ -28,6 +64,7 @@ def _pairwise_shrink_kernel(
     y_ptr,  # (SPLIT_K, P, S*r) fp32, out
     topk_ids_ptr,  # (T, K) int
     mapping_ptr,  # (T,) int
+    routing_ptr,  # the buffer of MoeLoraRouting, with USE_LIST
     num_pairs,
     num_adapters,
     num_local_experts,
@@ -48,26 +85,35 @@ def _pairwise_shrink_kernel(
     SPLIT_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    K_MULTIPLE: tl.constexpr,
+    USE_LIST: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Grid (P * SPLIT_K * cdiv(S*r, BLOCK_R),). One program: one pair, split and block of A rows."""
+    """Grid (pairs * SPLIT_K * cdiv(S*r, BLOCK_R),). One program: a pair, split and block of A rows.
+
+    pairs: P, or with USE_LIST any number.
+    """
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    in_features = aligned(in_features, K_MULTIPLE)
+    stride_xt, stride_xk = aligned(stride_xt, K_MULTIPLE), aligned(stride_xk, K_MULTIPLE)
+    stride_al, stride_ae = aligned(stride_al, K_MULTIPLE), aligned(stride_ae, K_MULTIPLE)
+    stride_ar = aligned(stride_ar, K_MULTIPLE)
     NUM_R_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_R - 1) // BLOCK_R
     item = tl.program_id(0)
-    pair = item // (NUM_R_BLOCKS * SPLIT_K)
     split = (item // NUM_R_BLOCKS) % SPLIT_K
-    token, k = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
-    has_work, slot, expert = load_virtual_id(
-        topk_ids_ptr, mapping_ptr, token, k, num_adapters, num_local_experts,
-        stride_it, stride_ik, stride_mt,
+    offs_r = (item % NUM_R_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_r = offs_r < COLUMNS
+    k_begin = split * K_PER_SPLIT
+    k_end = tl.minimum(in_features, k_begin + K_PER_SPLIT)
+    place = item // (NUM_R_BLOCKS * SPLIT_K)
+    pair, slot, expert, count = load_pair(
+        topk_ids_ptr, mapping_ptr, routing_ptr, place, num_pairs, num_adapters, num_local_experts,
+        stride_it, stride_ik, stride_mt, TOP_K, USE_LIST,
     )  # fmt: skip
-    if has_work:
-        offs_r = (item % NUM_R_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
-        mask_r = offs_r < COLUMNS
-        k_begin = split * K_PER_SPLIT
-        k_end = tl.minimum(in_features, k_begin + K_PER_SPLIT)
+    while pair >= 0:
+        token, k = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
         x_row = x_ptr + token * stride_xt
         if X_PER_PAIR:
             x_row += k * stride_xk
@@ -87,6 +133,11 @@ def _pairwise_shrink_kernel(
             acc += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
         y_row = y_ptr + (split.to(tl.int64) * num_pairs + pair) * COLUMNS
         tl.store(y_row + offs_r, acc, mask=mask_r)
+        if USE_LIST:
+            place += tl.num_programs(0) // (NUM_R_BLOCKS * SPLIT_K)
+            pair, slot, expert = load_entry(routing_ptr, place, count, num_local_experts)
+        else:
+            pair = tl.full((), -1, tl.int32)
 
 
 @triton.jit
@@ -114,6 +165,7 @@ def _pairwise_expand_kernel(
     b_ptr,  # (L, E or 1, N, r)
     topk_ids_ptr,  # (T, K) int
     mapping_ptr,  # (T,) int
+    routing_ptr,  # the buffer of MoeLoraRouting, with USE_LIST
     scaling_ptr,  # (L, E, S) fp32, with USE_SCALING_TENSOR
     topk_weights_ptr,  # (T, K), with USE_TOPK_WEIGHTS
     scaling_value,
@@ -143,30 +195,36 @@ def _pairwise_expand_kernel(
     SPLIT_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    N_MULTIPLE: tl.constexpr,
+    B_MULTIPLE: tl.constexpr,
+    USE_LIST: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Grid (P * blocks of N,). One program adds one pair's delta in BLOCK_N columns.
+    """Grid (pairs * blocks of N,), pairs as for the shrink. One program: a pair, BLOCK_N columns.
 
     Blocks do not cross from one A slice's columns into the other's, unless these are interleaved.
     """
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    stride_ot, stride_ok = aligned(stride_ot, N_MULTIPLE), aligned(stride_ok, N_MULTIPLE)
+    stride_bl, stride_be = aligned(stride_bl, B_MULTIPLE), aligned(stride_be, B_MULTIPLE)
+    stride_bn = aligned(stride_bn, B_MULTIPLE)
     MIXED: tl.constexpr = IS_INTERLEAVED and A_SLICES == 2
     SLICES: tl.constexpr = 1 if MIXED else A_SLICES
-    slice_features = out_features // SLICES
+    slice_features = aligned(out_features // SLICES, N_MULTIPLE)
     blocks_per_slice = tl.cdiv(slice_features, BLOCK_N)
     item = tl.program_id(0)
-    pair = item // (SLICES * blocks_per_slice)
-    token, k = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
-    has_work, slot, expert = load_virtual_id(
-        topk_ids_ptr, mapping_ptr, token, k, num_adapters, num_local_experts,
-        stride_it, stride_ik, stride_mt,
+    a_slice = (item // blocks_per_slice) % SLICES
+    offs_j = (item % blocks_per_slice) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_j < slice_features
+    offs_n = a_slice * slice_features + offs_j
+    place = item // (SLICES * blocks_per_slice)
+    pair, slot, expert, count = load_pair(
+        topk_ids_ptr, mapping_ptr, routing_ptr, place, num_pairs, num_adapters, num_local_experts,
+        stride_it, stride_ik, stride_mt, TOP_K, USE_LIST,
     )  # fmt: skip
-    if has_work:
-        a_slice = (item // blocks_per_slice) % SLICES
-        offs_j = (item % blocks_per_slice) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_n = offs_j < slice_features
-        offs_n = a_slice * slice_features + offs_j
+    while pair >= 0:
+        token, k = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
         b_rows = b_ptr + slot * stride_bl + expert * stride_be + offs_n.to(tl.int64) * stride_bn
         offs_r = tl.arange(0, BLOCK_R)
         # b (BLOCK_N, BLOCK_R), out (BLOCK_N,)
@@ -200,15 +258,19 @@ def _pairwise_expand_kernel(
                     mask=mask_n[:, None] & (offs_r < RANK)[None, :],
                     other=0.0,
                 )
-            y = load_rank_vector(y_row, plane, has_work, RANK, SPLIT_K, BLOCK_R, start)
+            y = load_rank_vector(y_row, plane, pair >= 0, RANK, SPLIT_K, BLOCK_R, start)
             y = y[None, :]
             if MIXED:
                 y_up = load_rank_vector(
-                    y_row + RANK, plane, has_work, RANK, SPLIT_K, BLOCK_R, start
+                    y_row + RANK, plane, pair >= 0, RANK, SPLIT_K, BLOCK_R, start
                 )
                 y = tl.where(offs_n[:, None] % 2 == 1, y_up[None, :], y)
             acc += tl.sum(b.to(tl.float32) * y, axis=1)
         tl.store(out_ptrs, (out + factor * acc).to(output_ptr.dtype.element_ty), mask=mask_n)
-    else:
-        if USE_PDL:
-            tl.extra.cuda.gdc_wait()
+        if USE_LIST:
+            place += tl.num_programs(0) // (SLICES * blocks_per_slice)
+            pair, slot, expert = load_entry(routing_ptr, place, count, num_local_experts)
+        else:
+            pair = tl.full((), -1, tl.int32)
+    if USE_PDL:  # also where there was no work: what follows this kernel relies on all before it
+        tl.extra.cuda.gdc_wait()

@@ -4,7 +4,6 @@ A plan depends on shapes, strides, types and alignment only, never on values, so
 captured in CUDA graphs and repeated calls cost the host a dictionary look-up and two launches.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -15,75 +14,14 @@ from moelora.kernels.errors import ArgumentError
 from moelora.kernels.grouped import _fused_moe_lora_expand_kernel, _fused_moe_lora_shrink_kernel
 from moelora.kernels.launch import Launch, can_launch_early, gpu_of, raw_stream
 from moelora.kernels.pairwise import _pairwise_expand_kernel, _pairwise_shrink_kernel
+from moelora.kernels.problem import Problem
 from moelora.kernels.routing import (
     MoeLoraRouting,
-    MoeLoraWorkspace,
     build_routing_eager,
     max_tiles,
 )
 from moelora.kernels.tiles import MAX_PROGRAMS_PER_SM, cdiv
-
-
-@dataclass
-class Problem:
-    """The checked arguments of one call."""
-
-    output: torch.Tensor
-    x: torch.Tensor
-    lora_a: torch.Tensor
-    lora_b: torch.Tensor
-    topk_ids: torch.Tensor
-    mapping: torch.Tensor
-    scaling: float
-    scaling_per_group: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    sizes: Sizes
-
-    def upcast(self) -> "Problem":
-        """Return the problem in fp32: the interpreter computes bf16 wrongly."""
-        return dataclasses.replace(
-            self,
-            output=self.output if self.output.dtype == torch.float32 else self.output.float(),
-            x=self.x.float(),
-            lora_a=self.lora_a.float(),
-            lora_b=self.lora_b.float(),
-            topk_weights=None if self.topk_weights is None else self.topk_weights.float(),
-        )
-
-    @property
-    def scaling_strides(self) -> tuple[int, ...]:
-        return (0, 0, 0) if self.scaling_per_group is None else self.scaling_per_group.stride()
-
-    @property
-    def weight_strides(self) -> tuple[int, ...]:
-        return (0, 0) if self.topk_weights is None else self.topk_weights.stride()
-
-    @property
-    def x_strides(self) -> tuple[int, int]:
-        return self.x.stride(0), self.x.stride(1) if self.sizes.x_per_pair else 0
-
-    @property
-    def a_strides(self) -> tuple[int, int, int]:
-        return self.lora_a.stride(0), expert_stride(self.lora_a), self.lora_a.stride(2)
-
-    @property
-    def b_strides(self) -> tuple[int, int, int]:
-        return self.lora_b.stride(0), expert_stride(self.lora_b), self.lora_b.stride(2)
-
-    @property
-    def id_strides(self) -> tuple[int, ...]:
-        return (*self.topk_ids.stride(), self.mapping.stride(0))
-
-    @property
-    def expand_constants(self) -> dict[str, object]:
-        return {
-            "TOP_K": self.sizes.top_k,
-            "RANK": self.sizes.rank,
-            "A_SLICES": self.sizes.a_slices,
-            "IS_INTERLEAVED": self.sizes.interleaved,
-            "USE_SCALING_TENSOR": self.scaling_per_group is not None,
-            "USE_TOPK_WEIGHTS": self.topk_weights is not None,
-        }
+from moelora.kernels.workspace import MoeLoraWorkspace
 
 
 @dataclass
@@ -111,11 +49,6 @@ def partials(
     return workspace.partials if dtype == torch.float32 else workspace.partials.view(dtype)
 
 
-def expert_stride(factor: torch.Tensor) -> int:
-    """Return the stride of the expert dim, 0 for a factor that all experts share."""
-    return factor.stride(1) if factor.shape[1] > 1 else 0
-
-
 def pairwise_shrink(p: Problem, expected_pairs: int) -> tuple[Launch, tiles.ShrinkTile]:
     """Return the launch of the pairwise shrink, and its tile."""
     s = p.sizes
@@ -123,18 +56,21 @@ def pairwise_shrink(p: Problem, expected_pairs: int) -> tuple[Launch, tiles.Shri
     num_pairs, columns = s.num_tokens * s.top_k, s.a_slices * s.rank
     sms = gpu_of(p.x.device).sms
     tile = tiles.pairwise_shrink_tile(num_pairs, expected_pairs, columns, s.in_features, sms)
+    pairs = tiles.pairs_with_programs(num_pairs, expected_pairs)
     launch = Launch(
         _pairwise_shrink_kernel,
-        num_pairs * tile.split_k * cdiv(columns, tile.block_r),
+        pairs * tile.split_k * cdiv(columns, tile.block_r),
         (num_pairs, s.num_adapters, s.num_local_experts, s.in_features, *p.id_strides,
          *p.x_strides, *p.a_strides),
-        shrink_constants(s, tile, early),
+        {**shrink_constants(p, tile), "USE_LIST": tiles.lists_pairs(num_pairs, expected_pairs),
+         "USE_PDL": early},
         num_warps=tile.num_warps, num_stages=tile.num_stages, early=early,
     )  # fmt: skip
     return launch, tile
 
 
-def shrink_constants(s: Sizes, tile: tiles.ShrinkTile, early: bool) -> dict[str, object]:
+def shrink_constants(p: Problem, tile: tiles.ShrinkTile) -> dict[str, object]:
+    s = p.sizes
     return {
         "TOP_K": s.top_k,
         "COLUMNS": s.a_slices * s.rank,
@@ -144,7 +80,7 @@ def shrink_constants(s: Sizes, tile: tiles.ShrinkTile, early: bool) -> dict[str,
         "SPLIT_K": tile.split_k,
         "BLOCK_R": tile.block_r,
         "BLOCK_K": tile.block_k,
-        "USE_PDL": early,
+        "K_MULTIPLE": p.k_multiple,
     }
 
 
@@ -154,24 +90,25 @@ def pairwise_plan(p: Problem, expected_pairs: int) -> Plan:
     num_pairs = s.num_tokens * s.top_k
     launch, shrink = pairwise_shrink(p, expected_pairs)
     slices = 1 if s.interleaved else s.a_slices  # parts of N that no block may cross
-    expand = tiles.pairwise_expand_tile(
-        num_pairs, expected_pairs, s.rank, s.out_features, slices, sms
-    )
+    expand = tiles.pairwise_expand_tile(expected_pairs, s.rank, s.out_features, slices, sms)
+    pairs = tiles.pairs_with_programs(num_pairs, expected_pairs)
     return Plan(
         s,
         0,
         launch,
         Launch(
             _pairwise_expand_kernel,
-            num_pairs * slices * cdiv(s.out_features // slices, expand.block_n),
+            pairs * slices * cdiv(s.out_features // slices, expand.block_n),
             (p.scaling, num_pairs, s.num_adapters, s.num_local_experts, s.out_features,
              *p.id_strides, *p.output.stride()[:2], *p.b_strides, *p.scaling_strides,
              *p.weight_strides),
             {
                 **p.expand_constants, "SPLIT_K": shrink.split_k,
-                "BLOCK_N": expand.block_n, "BLOCK_R": expand.block_r, "USE_PDL": early,
+                "BLOCK_N": expand.block_n, "BLOCK_R": expand.block_r,
+                "USE_LIST": tiles.lists_pairs(num_pairs, expected_pairs), "USE_PDL": early,
             },
             num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
+            fusion=p.sums_may_fuse,
         ),
         shrink.split_k * num_pairs * s.a_slices * s.rank,
         torch.float32,
@@ -196,7 +133,7 @@ def grouped_shrink(
         min(capacity * tile.split_k * cdiv(columns, tile.block_r), MAX_PROGRAMS_PER_SM * gpu.sms),
         (num_pairs, capacity, s.num_local_experts, s.in_features, *p.x_strides,
          *p.a_strides),
-        {**shrink_constants(s, tile, early), "BLOCK_M": block_m},
+        {**shrink_constants(p, tile), "BLOCK_M": block_m, "USE_PDL": early},
         num_warps=tile.num_warps, num_stages=tile.num_stages, early=early,
     )  # fmt: skip
     return launch, tile, in_use
@@ -277,8 +214,9 @@ def run_add(
     y = partials(plan.partial_elements, plan.partial_dtype, x.device, workspace)
     factors = (scaling_per_group, topk_weights)
     if plan.block_m == 0:
-        plan.shrink(stream, x, lora_a, y, topk_ids, mapping)
-        plan.expand(stream, output, y, lora_b, topk_ids, mapping, *factors)
+        listed = None if routing is None else routing.buffer
+        plan.shrink(stream, x, lora_a, y, topk_ids, mapping, listed)
+        plan.expand(stream, output, y, lora_b, topk_ids, mapping, listed, *factors)
         return
     if routing is None:
         sizes = plan.sizes

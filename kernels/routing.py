@@ -8,21 +8,28 @@ no sentinel bucket. The rest is sorted by group and cut into tiles of at most `b
 Letters: T tokens, K top-k, P = T * K pairs, L adapter slots, E local experts, G = L * E groups.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from moelora.kernels.arguments import INT_DTYPES
 from moelora.kernels.errors import ArgumentError
-from moelora.kernels.launch import Launch, can_launch_early, gpu_of, raw_stream, require_triton
+from moelora.kernels.launch import Launch, can_launch_early, raw_stream, require_triton
 from moelora.kernels.routing_kernels import (
     _count_pairs_kernel,
+    _list_pairs_kernel,
     _route_by_comparing_kernel,
     _scan_groups_kernel,
     _scatter_pairs_kernel,
 )
-from moelora.kernels.tiles import cdiv, choose_block_m, most_partial_rows, power_of_2
+from moelora.kernels.tiles import (
+    MOST_LISTED,
+    cdiv,
+    choose_block_m,
+    lists_pairs,
+    power_of_2,
+)
+from moelora.kernels.workspace import COUNTER_HEADER, MoeLoraWorkspace, counters_for
 
 # Up to this many pairs each program compares its pairs with all others: one launch, no counters
 # per group. Above, the pairs are counted per group, and scattered: three launches.
@@ -31,9 +38,6 @@ _COMPARISONS = 8192  # per program
 _COUNT_BLOCK = 32
 _SCATTER_BLOCK = 256
 _SCAN_CHUNK = 4096
-# int32 words before the counters per group: [0:2] the 64-bit cursor of the comparing kernel.
-# All counters are zero between two calls.
-COUNTER_HEADER = 8
 # Words before the sorted pairs in a routing buffer: [0] the number of tiles.
 ROUTING_HEADER = 8
 MAX_CACHED = 4096  # prepared launches, by shape
@@ -48,52 +52,20 @@ class MoeLoraRouting(NamedTuple):
       header (ROUTING_HEADER): number of tiles
       sorted pairs (P): pair ids, grouped by virtual expert
       tiles (max_tiles, 3 arrays one after the other): virtual expert, first position, rows
+    With block_m 0 (the pairwise kernels) it is empty, or where most pairs are elsewhere:
+      header (ROUTING_HEADER): number of entries
+      list (P, int64): virtual expert << 32 | pair id of each pair with work, then -1
     """
 
     buffer: torch.Tensor
     num_pairs: int
     num_groups: int
-    block_m: int  # 0: the pairwise kernels are used, and there is nothing in the buffer
+    block_m: int  # 0: for the pairwise kernels
     expected_pairs: int  # with a local expert, as far as the host knows
 
     @property
     def max_tiles(self) -> int:
         return max_tiles(self.num_pairs, self.num_groups, self.block_m)
-
-
-@dataclass(frozen=True)
-class MoeLoraWorkspace:
-    """Memory that calls on one stream may share: no allocation and no memset per call.
-
-    counters: int32 zeros, at least COUNTER_HEADER + L * E; every call leaves them zero again.
-    partials: float32, the rank vectors between shrink and expand; contents do not matter.
-    """
-
-    counters: torch.Tensor
-    partials: torch.Tensor
-
-
-def allocate_workspace(
-    *,
-    num_tokens: int,
-    top_k: int,
-    num_adapters: int,
-    num_local_experts: int,
-    columns: int,
-    device: torch.device | str,
-) -> MoeLoraWorkspace:
-    """Return a workspace for every call of up to `num_tokens` tokens.
-
-    columns: the largest a_slices * r.
-    """
-    sms = gpu_of(torch.empty(0, device=device).device).sms
-    rows = most_partial_rows(num_tokens * top_k, sms)
-    return MoeLoraWorkspace(
-        counters=torch.zeros(
-            COUNTER_HEADER + num_adapters * num_local_experts, dtype=torch.int32, device=device
-        ),
-        partials=torch.empty(rows * columns, dtype=torch.float32, device=device),
-    )
 
 
 def virtual_expert_ids(
@@ -137,10 +109,10 @@ def _check(topk_ids: torch.Tensor, token_lora_mapping: torch.Tensor, num_groups:
         )
 
 
-def routing_words(num_pairs: int, num_groups: int, block_m: int) -> int:
+def routing_words(num_pairs: int, num_groups: int, block_m: int, expected_pairs: int) -> int:
     """Return the int32 words of a routing buffer, scratch included."""
     if block_m == 0:
-        return 0
+        return ROUTING_HEADER + 2 * num_pairs if lists_pairs(num_pairs, expected_pairs) else 0
     words = ROUTING_HEADER + num_pairs + 3 * max_tiles(num_pairs, num_groups, block_m)
     return words if num_pairs <= MAX_PAIRS_COMPARED else words + num_pairs + 2 * num_groups + 1
 
@@ -187,7 +159,7 @@ def build_routing(
             expected,
         )
     buffer = ops.build_routing_op(
-        topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m
+        topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m, expected
     )
     return MoeLoraRouting(buffer, topk_ids.numel(), num_groups, block_m, expected)
 
@@ -203,13 +175,13 @@ def build_routing_eager(
 ) -> MoeLoraRouting:
     """Launch the routing kernels; the arguments are checked."""
     num_groups, num_pairs = num_adapters * num_local_experts, topk_ids.numel()
-    words = routing_words(num_pairs, num_groups, block_m)
+    words = routing_words(num_pairs, num_groups, block_m, expected_pairs)
     buffer = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
     routing = MoeLoraRouting(buffer, num_pairs, num_groups, block_m, expected_pairs)
-    if num_pairs == 0 or block_m == 0:
+    if words == 0 or num_pairs == 0:
         return routing
-    comparing = num_pairs <= MAX_PAIRS_COMPARED
-    counters = _counters(topk_ids, 0 if comparing else num_groups, workspace)
+    comparing = num_pairs <= MAX_PAIRS_COMPARED or block_m == 0
+    counters = counters_for(topk_ids, 0 if comparing else num_groups, workspace)
     key = (
         topk_ids.shape, topk_ids.stride(), topk_ids.dtype, topk_ids.data_ptr() & 15,
         token_lora_mapping.stride(), token_lora_mapping.dtype, token_lora_mapping.data_ptr() & 15,
@@ -242,6 +214,15 @@ def _prepare(
     sizes = (num_pairs, routing.max_tiles)
     ids = (num_adapters, num_local_experts, *topk_ids.stride(), token_lora_mapping.stride(0))
     top_k = topk_ids.shape[1]
+    if block_m == 0:
+        block = power_of_2(num_pairs, 32, MOST_LISTED)
+        return [
+            Launch(
+                _list_pairs_kernel, 1, (num_pairs, *ids),
+                {"TOP_K": top_k, "BLOCK_P": block, "USE_PDL": early},
+                num_warps=max(1, block // 128), early=early,
+            )
+        ]  # fmt: skip
     if comparing:
         chunk = power_of_2(num_pairs, 128, _COMPARISONS)
         block = _COMPARISONS // chunk
@@ -272,18 +253,3 @@ def _prepare(
             early=early,
         ),
     ]  # fmt: skip
-
-
-def _counters(
-    like: torch.Tensor, num_groups: int, workspace: MoeLoraWorkspace | None
-) -> torch.Tensor:
-    words = COUNTER_HEADER + num_groups
-    if workspace is None:
-        return torch.zeros(words, dtype=torch.int32, device=like.device)
-    if workspace.counters.numel() < words or workspace.counters.device != like.device:
-        raise ArgumentError(
-            "workspace",
-            f"at least {words} counters on {like.device}",
-            f"{workspace.counters.numel()} on {workspace.counters.device}",
-        )
-    return workspace.counters

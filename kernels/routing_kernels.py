@@ -7,7 +7,7 @@ USE_PDL as in grouped.py.
 import triton
 import triton.language as tl
 
-from moelora.kernels.grouped import ROUTING_HEADER
+from moelora.kernels.parts import ROUTING_HEADER
 
 
 @triton.jit
@@ -116,6 +116,41 @@ def _route_by_comparing_kernel(
     if (state >> 32) == tl.num_programs(0) - 1:  # the last one: all others have added theirs
         tl.store(routing_ptr, base + num_firsts)
         tl.store(cursor_ptr, tl.zeros((), dtype=tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _list_pairs_kernel(
+    topk_ids_ptr,  # (T, K) int
+    mapping_ptr,  # (T,) int
+    routing_ptr,  # the buffer of MoeLoraRouting, int32
+    counters_ptr,  # not used here
+    num_pairs,
+    num_adapters,
+    num_local_experts,
+    stride_it,
+    stride_ik,
+    stride_mt,
+    TOP_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Grid (1,). Lists the pairs with work for the pairwise kernels, then -1 up to P entries."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    offs = tl.arange(0, BLOCK_P)
+    own, _own_is_local = load_virtual_ids(
+        topk_ids_ptr, mapping_ptr, offs, num_pairs, num_adapters, num_local_experts,
+        stride_it, stride_ik, stride_mt, TOP_K,
+    )  # fmt: skip
+    has_work = own >= 0
+    up_to = tl.cumsum(has_work.to(tl.int32), axis=0)
+    count = tl.sum(has_work.to(tl.int32), axis=0)
+    place = tl.where(has_work, up_to - 1, count + offs - up_to)
+    entry = tl.where(has_work, (own.to(tl.int64) << 32) | offs, -1)
+    list_ptr = (routing_ptr + ROUTING_HEADER).to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.store(list_ptr + place, entry, mask=offs < num_pairs)
+    tl.store(routing_ptr, count)
 
 
 @triton.jit

@@ -8,6 +8,8 @@ import math
 from typing import NamedTuple
 
 MAX_PROGRAMS_PER_SM = 32  # of a grouped kernel; more work than that goes in strides
+# Where most pairs are elsewhere, up to this many are listed for the pairwise kernels.
+LEAST_LISTED, MOST_LISTED = 64, 1024
 # Elements that pairs may read again because a group is not read once for all of them.
 MOST_REPEATED = 50_000_000
 
@@ -56,14 +58,29 @@ def prefers_pairs(
 ) -> bool:
     """Whether to skip the routing: few pairs, of which hardly two share a group's weights.
 
-    Every pair costs programs in proportion to r, whether its expert is here or not: with a large
-    r, or under expert parallelism, the limit is lower. Pairs that share a group read it once each:
-    that must cost less than the routing and its launches do.
+    Every pair with work costs programs in proportion to r: with a large r the limit is lower. Pairs
+    that share a group read it once each: that must cost less than the routing and its launches do.
     """
-    most = 512 if 2 * expected_pairs >= num_pairs and rank <= 32 else 128
     groups = expected_groups(expected_pairs, num_groups)
     repeated = (expected_pairs - groups) * group_elements
-    return num_pairs <= most and expected_pairs < 1.6 * groups and repeated < MOST_REPEATED
+    few = expected_pairs <= (512 if rank <= 32 else 128)
+    few &= num_pairs <= 512 or lists_pairs(num_pairs, expected_pairs)
+    return few and expected_pairs < 1.6 * groups and repeated < MOST_REPEATED
+
+
+def lists_pairs(num_pairs: int, expected_pairs: int) -> bool:
+    """Whether the pairwise kernels go through a list of the pairs with work, made once per layer.
+
+    That is one more launch, and no programs for the pairs that are elsewhere.
+    """
+    return LEAST_LISTED <= num_pairs <= MOST_LISTED and 2 * expected_pairs < num_pairs
+
+
+def pairs_with_programs(num_pairs: int, expected_pairs: int) -> int:
+    """Return how many pairs get programs of their own; with a list, further pairs take turns."""
+    if not lists_pairs(num_pairs, expected_pairs):
+        return num_pairs
+    return min(num_pairs, expected_pairs + 2 * math.isqrt(expected_pairs) + 1)
 
 
 def choose_block_m(
@@ -101,23 +118,20 @@ def pairwise_shrink_tile(
     block_k = power_of_2(in_features, 64, 512 if in_features <= 8192 else 1024)
     while block_k > 256 and cdiv(in_features, block_k) * block_k > 1.2 * in_features:
         block_k //= 2
-    few = num_pairs * columns * in_features < 8192 * 2 * sms
-    # most pairs are elsewhere: starting idle programs is what takes the time
-    elements = 4096 if few else 8192 if 2 * expected_pairs >= num_pairs else 16384
-    block_r = power_of_2(columns, 4, max(4, elements // block_k))
+    few = expected_pairs * columns * in_features < 8192 * 2 * sms
+    block_r = power_of_2(columns, 4, max(4, (4096 if few else 8192) // block_k))
     splits = min(64, most_partial_rows(num_pairs, sms) // num_pairs)
     split_k, k_per_split = _split(in_features, block_k, splits)
     return ShrinkTile(block_r, block_k, split_k, k_per_split, 4, 1)
 
 
 def pairwise_expand_tile(
-    num_pairs: int, expected_pairs: int, rank: int, out_features: int, slices: int, sms: int
+    expected_pairs: int, rank: int, out_features: int, slices: int, sms: int
 ) -> ExpandTile:
     """slices: into how many parts the output columns fall that no block may cross."""
     block_r = power_of_2(rank, 4, 64)
-    few = num_pairs * out_features * block_r < 4096 * 2 * sms
-    elements = 2048 if block_r <= 32 else 4096
-    elements *= 1 if few else 2 if 2 * expected_pairs >= num_pairs else 4
+    few = expected_pairs * out_features * block_r < 4096 * 2 * sms
+    elements = (1 if few else 2) * (2048 if block_r <= 32 else 4096)
     block_n = min(512, power_of_2(out_features // slices, 32, max(32, elements // block_r)))
     # no more threads than 16-byte loads: two warps with the same values would both store them
     num_warps = 2 if block_n * block_r >= 512 else 1

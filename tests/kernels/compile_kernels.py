@@ -105,9 +105,15 @@ def meta_call(
     features: int = 768,
     activation: str | None = None,
     combine: bool = False,
+    ep: int = 1,
 ) -> None:
-    """One stage of a layer with 8 adapters, 128 experts and top-8, on meta tensors."""
-    from moelora.kernels import fused_moe_lora, fused_moe_lora_activation, fused_moe_lora_combine
+    """One stage of a layer with 8 adapters, 128 local experts and top-8, on meta tensors."""
+    from moelora.kernels import (
+        build_routing,
+        fused_moe_lora,
+        fused_moe_lora_activation,
+        fused_moe_lora_combine,
+    )
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
@@ -131,15 +137,18 @@ def meta_call(
     elif combine:
         fused_moe_lora_combine(empty(tokens, out), *tensors, scaling=scaling, topk_weights=weights)
     else:
+        sizes = {"num_adapters": 8, "num_local_experts": 128, "num_global_experts": 128 * ep}
+        routing = build_routing(ids, mapping, rank=rank, **sizes) if ep > 1 else None
         fused_moe_lora(
             *tensors, scaling=scaling, a_slices=slices, gate_up_layout=layout,
-            topk_weights=weights if down else None,
+            topk_weights=weights if down else None, routing=routing,
         )  # fmt: skip
 
 
 def each_kernel() -> None:
     """Every kernel once, in bf16: what CI compiles for every GPU."""
     meta_call(1)  # pairwise
+    meta_call(16, ep=8)  # pairwise, from a list
     meta_call(64, rank=64)  # routing by comparing, short tiles
     meta_call(65536, rank=64, down=True)  # routing by counting, tall tiles
     meta_call(64, activation="silu")

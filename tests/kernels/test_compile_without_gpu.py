@@ -16,6 +16,7 @@ KERNELS = {
     "_expand_activation_kernel",
     "_fused_moe_lora_expand_kernel",
     "_fused_moe_lora_shrink_kernel",
+    "_list_pairs_kernel",
     "_pairwise_combine_kernel",
     "_pairwise_expand_kernel",
     "_pairwise_shrink_kernel",

@@ -37,19 +37,27 @@ CASES = [
 ]
 
 
-# The paths a call can take: pairs one by one, or in tiles, grouped in one of two ways.
-PATHS = {"pairwise": (0, 0), "compared": (16, 2**20), "counted": (16, 0), "tall": (64, 2**20)}
+# The paths a call can take: pairs one by one, all or those of a list, or in tiles, grouped in one
+# of two. (block_m, pairs compared, how many times as many experts there are on all ranks)
+PATHS = {
+    "pairwise": (0, 0, 1),
+    "listed": (0, 0, 9),
+    "compared": (16, 2**20, 1),
+    "counted": (16, 0, 1),
+    "tall": (64, 2**20, 1),
+}
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_reference(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    block_m, compared = PATHS[path]
+    block_m, compared, ranks = PATHS[path]
     monkeypatch.setattr("moelora.kernels.routing.MAX_PAIRS_COMPARED", compared)
     p = make_problem(case, seed=1, device=DEVICE)
     routing = build_routing(
-        *p.args[3:], num_adapters=case.L, num_local_experts=case.E, block_m=block_m
-    )
+        *p.args[3:], num_adapters=case.L, num_local_experts=case.E, block_m=block_m,
+        num_global_experts=ranks * case.E,
+    )  # fmt: skip
     run_and_check(p, routing=routing)
 
 
@@ -134,3 +142,15 @@ def test_hints_change_no_result() -> None:
             rank=rank,
         )
         run_and_check(p, routing=routing)
+
+
+@pytest.mark.parametrize("hint", [3, 90])
+def test_more_pairs_with_work_than_expected(hint: int) -> None:
+    """The hint says that few pairs are here, and all are: programs go through several."""
+    case = Case(33, 6, 3, 5, 72, 52, 6, S=2, ids="local", slots="all")
+    p = make_problem(case, device=DEVICE)
+    routing = build_routing(
+        *p.args[3:], num_adapters=3, num_local_experts=5, num_global_experts=5 * hint, block_m=0
+    )
+    assert int(p.has_work.sum()) == 198 and routing.expected_pairs < 99
+    run_and_check(p, routing=routing)

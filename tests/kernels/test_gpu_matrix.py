@@ -13,7 +13,13 @@ from moelora.kernels import build_routing
 pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PATHS = {"pairwise": 0, "short tiles": 16, "tall tiles": 64}
+# (block_m, how many times as many experts there are on all ranks)
+PATHS = {
+    "pairwise": (0, 1),
+    "listed": (0, 9),
+    "short tiles": (16, 1),
+    "tall tiles": (64, 1),
+}
 
 CASES = [
     Case(33, 8, 3, 11, 136, 104, 16, S=2, dtype=BF16),  # what is served, small
@@ -45,9 +51,11 @@ RANKS = [
 @pytest.mark.parametrize("case", CASES + RANKS, ids=str)
 def test_agrees_with_reference(case: Case, path: str) -> None:
     p = make_problem(case, seed=1, device="cuda")
+    block_m, ranks = PATHS[path]
     routing = build_routing(
-        *p.args[3:], num_adapters=case.L, num_local_experts=case.E, block_m=PATHS[path]
-    )
+        *p.args[3:], num_adapters=case.L, num_local_experts=case.E, block_m=block_m,
+        num_global_experts=ranks * case.E,
+    )  # fmt: skip
     run_and_check(p, routing=routing)
 
 

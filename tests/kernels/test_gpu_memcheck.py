@@ -14,7 +14,7 @@ from moelora.kernels import build_routing, fused_moe_lora_activation, fused_moe_
 
 pytestmark = pytest.mark.gpu
 GATE_UP = Case(9, 3, 3, 5, 72, 52, 6, S=2, dtype=torch.bfloat16)
-DOWN = Case(9, 3, 3, 5, 26, 77, 6, x_per_pair=True, weighted=True, dtype=torch.bfloat16)
+DOWN = Case(9, 3, 3, 5, 26, 77, 5, x_per_pair=True, weighted=True, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("block_m", "compared"), [(0, 512), (16, 512), (16, 0), (64, 512)])
@@ -23,6 +23,17 @@ def test_add(block_m: int, compared: int, monkeypatch: pytest.MonkeyPatch) -> No
     for case in (GATE_UP, DOWN):
         p = make_problem(case, device="cuda")
         routing = build_routing(*p.args[3:], num_adapters=3, num_local_experts=5, block_m=block_m)
+        run_and_check(p, routing=routing)
+
+
+def test_listed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moelora.kernels.tiles.LEAST_LISTED", 1)
+    for case in (GATE_UP, DOWN):
+        p = make_problem(case, device="cuda")
+        routing = build_routing(
+            *p.args[3:], num_adapters=3, num_local_experts=5, num_global_experts=45, block_m=0
+        )
+        assert routing.buffer.numel()
         run_and_check(p, routing=routing)
 
 

@@ -5,7 +5,8 @@ import torch
 from moe_lora_cases import Case, make_problem
 
 from moelora.kernels import build_routing, virtual_expert_ids
-from moelora.kernels.routing import ROUTING_HEADER, allocate_workspace, max_tiles
+from moelora.kernels.routing import ROUTING_HEADER, max_tiles
+from moelora.kernels.workspace import allocate_workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -58,6 +58,7 @@ def test_decode_needs_no_routing_and_prefill_takes_taller_tiles() -> None:
     assert choose(512, 1024, 512, 16) == 0 and choose(512, 1024, 512, 64) == 16
     assert choose(512, 128, 512, 16) == 16  # four pairs share a group
     assert choose(65536, 128, 65536, 16) == 32 and choose(65536, 128, 65536, 64) == 64
-    assert choose(512, 256, 64, 16) == 16  # most experts elsewhere: pairs would be idle programs
+    assert choose(512, 256, 64, 16) == 0  # most experts elsewhere: few pairs are left
+    assert choose(2048, 256, 256, 16) == 16  # too many to list
     # 28 of 128 pairs share a group: cheap to read twice where experts are small, not where not
     assert choose(128, 256, 128, 64, 500_000) == 0 and choose(128, 256, 128, 64, 3_500_000) == 16
