@@ -37,6 +37,16 @@ def load_entry(routing_ptr, place, end, num_local_experts):
 
 
 @triton.jit
+def nothing(slot):
+    """Return 0 in a way that ties what depends on it to a list's entry.
+
+    Offsets that are the same for all entries would be computed before the loop, and take from the
+    loads in it the registers that keep them in flight.
+    """
+    return (slot >> 63).to(tl.int32)
+
+
+@triton.jit
 def load_pair(
     topk_ids_ptr, mapping_ptr, routing_ptr, place, num_pairs, num_adapters, num_local_experts,
     stride_it, stride_ik, stride_mt, TOP_K: tl.constexpr, USE_LIST: tl.constexpr,
@@ -102,17 +112,20 @@ def _pairwise_shrink_kernel(
     stride_ar = aligned(stride_ar, K_MULTIPLE)
     NUM_R_BLOCKS: tl.constexpr = (COLUMNS + BLOCK_R - 1) // BLOCK_R
     item = tl.program_id(0)
-    split = (item // NUM_R_BLOCKS) % SPLIT_K
-    offs_r = (item % NUM_R_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask_r = offs_r < COLUMNS
-    k_begin = split * K_PER_SPLIT
-    k_end = tl.minimum(in_features, k_begin + K_PER_SPLIT)
     place = item // (NUM_R_BLOCKS * SPLIT_K)
     pair, slot, expert, count = load_pair(
         topk_ids_ptr, mapping_ptr, routing_ptr, place, num_pairs, num_adapters, num_local_experts,
         stride_it, stride_ik, stride_mt, TOP_K, USE_LIST,
     )  # fmt: skip
     while pair >= 0:
+        own = item
+        if USE_LIST:
+            own += nothing(slot)
+        split = (own // NUM_R_BLOCKS) % SPLIT_K
+        offs_r = (own % NUM_R_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
+        mask_r = offs_r < COLUMNS
+        k_begin = split * K_PER_SPLIT
+        k_end = tl.minimum(in_features, k_begin + K_PER_SPLIT)
         token, k = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
         x_row = x_ptr + token * stride_xt
         if X_PER_PAIR:
@@ -214,16 +227,19 @@ def _pairwise_expand_kernel(
     slice_features = aligned(out_features // SLICES, N_MULTIPLE)
     blocks_per_slice = tl.cdiv(slice_features, BLOCK_N)
     item = tl.program_id(0)
-    a_slice = (item // blocks_per_slice) % SLICES
-    offs_j = (item % blocks_per_slice) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_j < slice_features
-    offs_n = a_slice * slice_features + offs_j
     place = item // (SLICES * blocks_per_slice)
     pair, slot, expert, count = load_pair(
         topk_ids_ptr, mapping_ptr, routing_ptr, place, num_pairs, num_adapters, num_local_experts,
         stride_it, stride_ik, stride_mt, TOP_K, USE_LIST,
     )  # fmt: skip
     while pair >= 0:
+        own = item
+        if USE_LIST:
+            own += nothing(slot)
+        a_slice = (own // blocks_per_slice) % SLICES
+        offs_j = (own % blocks_per_slice) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_j < slice_features
+        offs_n = a_slice * slice_features + offs_j
         token, k = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
         b_rows = b_ptr + slot * stride_bl + expert * stride_be + offs_n.to(tl.int64) * stride_bn
         offs_r = tl.arange(0, BLOCK_R)

@@ -8,8 +8,8 @@ import math
 from typing import NamedTuple
 
 MAX_PROGRAMS_PER_SM = 32  # of a grouped kernel; more work than that goes in strides
-# Where most pairs are elsewhere, up to this many are listed for the pairwise kernels.
-LEAST_LISTED, MOST_LISTED = 64, 1024
+# How many pairs, most of them elsewhere, are listed for the pairwise kernels.
+LEAST_LISTED, MOST_LISTED = 32, 1024
 # Elements that pairs may read again because a group is not read once for all of them.
 MOST_REPEATED = 50_000_000
 
@@ -77,10 +77,15 @@ def lists_pairs(num_pairs: int, expected_pairs: int) -> bool:
 
 
 def pairs_with_programs(num_pairs: int, expected_pairs: int) -> int:
-    """Return how many pairs get programs of their own; with a list, further pairs take turns."""
+    """Return how many pairs get programs of their own; with a list, further pairs take turns.
+
+    With many, a program that finds no pair costs more than one that takes a second.
+    """
     if not lists_pairs(num_pairs, expected_pairs):
         return num_pairs
-    return min(num_pairs, expected_pairs + 2 * math.isqrt(expected_pairs) + 1)
+    if expected_pairs < 48:
+        return expected_pairs + math.isqrt(expected_pairs)
+    return 9 * expected_pairs // 10
 
 
 def choose_block_m(

@@ -1,9 +1,10 @@
 """Compiles every kernel for several GPUs on a machine without one, and prints what each needs.
 
-    python -P tests/kernels/compile_kernels.py [--all] [sm_90 ...]
+    python -P tests/kernels/compile_kernels.py [--all | --odd] [sm_90 ...]
 
 The launches are those of the public functions on meta tensors, so what is compiled is what runs.
-Prints one JSON line per kernel: target, kernel, registers, spilled bytes, shared memory.
+Prints one JSON line per kernel: target, kernel, registers, spilled bytes, shared memory, loads of 2
+bytes.
 """
 
 import json
@@ -51,6 +52,8 @@ class PretendDriver:
 def resources(compiled: Any) -> dict[str, int]:
     """Return registers, spilled bytes and shared memory of a compiled kernel."""
     found = {"shared": int(compiled.metadata.shared)}
+    if "ptx" in compiled.asm:
+        found["narrow"] = len(re.findall(r"ld\.global[.\w:]*\.b16 ", compiled.asm["ptx"]))
     if "cubin" not in compiled.asm:
         return found
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -174,9 +177,19 @@ def all_calls() -> None:
     meta_call(256, down=True, combine=True)
 
 
+def odd_calls() -> None:
+    """Rows that 8 elements divide, and not 16: r 8 and 24, and gpt-oss's I over 8 ranks."""
+    for tokens in (1, 2048):
+        for rank in (8, 24):
+            meta_call(tokens, rank=rank)
+        meta_call(tokens, down=True, hidden=2880, features=360)
+        meta_call(tokens, hidden=2880, features=360, activation="gpt_oss", interleaved=True)
+        meta_call(tokens, down=True, hidden=2880, features=360, combine=True)
+
+
 def main() -> None:
-    calls = all_calls if "--all" in sys.argv else each_kernel
-    for name in [a for a in sys.argv[1:] if a != "--all"] or TARGETS:
+    calls = {"--all": all_calls, "--odd": odd_calls}.get("".join(sys.argv[1:2]), each_kernel)
+    for name in [a for a in sys.argv[1:] if not a.startswith("--")] or TARGETS:
         for row in compile_for(name, calls):
             print(json.dumps(row), flush=True)
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,15 +29,29 @@ KERNELS = {
 SHARED = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 
 
-@pytest.mark.parametrize("target", [*SHARED, "gfx942"])
-def test_every_kernel_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def compiled(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), target], capture_output=True, text=True, check=False
+        [sys.executable, "-P", str(SCRIPT), *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("target", [*SHARED, "gfx942"])
+def test_every_kernel_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = compiled(monkeypatch, target)
     assert {row["kernel"] for row in rows} == KERNELS
     for row in rows:
         assert row["shared"] <= SHARED.get(target, 64 << 10), row
         assert row.get("spilled", 0) == 0, row
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_rows_that_16_does_not_divide_are_not_loaded_one_element_at_a_time(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """r 8 is PEFT's default. One load: a block of outputs may have one element for each thread."""
+    rows = compiled(monkeypatch, "--odd", target)
+    assert {row["kernel"] for row in rows} >= KERNELS - {"_list_pairs_kernel"}
+    assert [row for row in rows if row["narrow"] > 1] == []

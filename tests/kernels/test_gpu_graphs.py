@@ -27,27 +27,30 @@ def random_case(seed: int) -> Case:
     )
 
 
-def run(p: Problem, output: torch.Tensor, workspace: MoeLoraWorkspace | None = None) -> None:
+def run(
+    p: Problem, output: torch.Tensor, workspace: MoeLoraWorkspace | None = None, ep: int = 1
+) -> None:
     routing = build_routing(
-        *p.args[3:], num_adapters=p.case.L, num_local_experts=p.case.E, workspace=workspace
-    )
+        *p.args[3:], num_adapters=p.case.L, num_local_experts=p.case.E, workspace=workspace,
+        num_global_experts=ep * p.case.E,
+    )  # fmt: skip
     fused_moe_lora(output, *p.args, **p.kwargs, routing=routing, workspace=workspace)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ten_repeats_and_replays_give_the_same_bits(seed: int) -> None:
-    p = make_problem(random_case(seed), seed=seed, device="cuda")
+    p, ep = make_problem(random_case(seed), seed=seed, device="cuda"), 1 + 7 * (seed % 2)
     first = p.output.clone()
-    run(p, first)
+    run(p, first, ep=ep)
     check_result(p, first)
     for _ in range(9):
         again = p.output.clone()
-        run(p, again)
+        run(p, again, ep=ep)
         assert torch.equal(bits(first), bits(again))
     output = p.output.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(p, output)
+        run(p, output, ep=ep)
     for _ in range(10):
         output.copy_(p.output)
         graph.replay()
@@ -62,17 +65,19 @@ def small_workspace(tokens: int, columns: int = 32) -> MoeLoraWorkspace:
 
 
 @pytest.mark.parametrize("with_workspace", [False, True])
-@pytest.mark.parametrize("tokens", [3, 64, 900])  # pairwise, compared, counted
-def test_replay_after_everything_changed(tokens: int, with_workspace: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "ep"), [(3, 1), (64, 1), (900, 1), (64, 8)]
+)  # pairwise, compared, counted, listed
+def test_replay_after_everything_changed(tokens: int, ep: int, with_workspace: bool) -> None:
     """A graph is captured once; routing, mapping, weights and base output change under it."""
     case = Case(tokens, 4, 5, 13, 520, 208, 16, S=2, weighted=True, dtype=torch.bfloat16)
     p = make_problem(case, seed=1, device="cuda")
     workspace = small_workspace(p.case.T) if with_workspace else None
     output = p.output.clone()
-    run(p, output, workspace)
+    run(p, output, workspace, ep)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(p, output, workspace)
+        run(p, output, workspace, ep)
     for seed in (2, 3):
         q = make_problem(case, seed=seed, device="cuda")
         for held, new in zip(p.args, q.args, strict=True):

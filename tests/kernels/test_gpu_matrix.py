@@ -70,7 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
         E=draw(st.integers(1, 40)),
         inputs=draw(st.integers(1, 700)),
         N=slices * draw(st.integers(1, 300)),
-        r=draw(st.sampled_from([5, 16, 64])),
+        r=draw(st.sampled_from([5, 8, 16, 24, 64])),
         S=slices,
         x_per_pair=draw(st.booleans()),
         interleaved=draw(st.booleans()),
@@ -92,9 +92,16 @@ def test_any_shape(part: int) -> None:
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases(), st.integers(0, 2**16))
-    def check(case: Case, seed: int) -> None:
-        run_and_check(make_problem(case, seed=seed + part, device="cuda"))
+    @given(cases(), st.integers(0, 2**16), st.sampled_from([None, 1, 8]))
+    def check(case: Case, seed: int, ep: int | None) -> None:
+        p = make_problem(case, seed=seed + part, device="cuda")
+        routing = None
+        if ep is not None:
+            routing = build_routing(
+                *p.args[3:], num_adapters=case.L, num_local_experts=case.E,
+                num_global_experts=ep * case.E,
+            )  # fmt: skip
+        run_and_check(p, routing=routing)
 
     check()
 
