@@ -50,16 +50,24 @@ class ExpertStacks:
     def deltas(self, device: torch.device | str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first expert, deltas ``(n, out, in)`` in float64) for runs of experts."""
         num_experts, out, inp = self.module.shape
-        step = max(1, CHUNK_BYTES // (8 * out * inp))
-        for first in range(0, num_experts, step):
-            some = slice(first, first + step)
-            size = len(range(num_experts)[some])
-            total = torch.zeros(size, out, inp, dtype=torch.float64, device=device)
-            for part in self.parts:
-                scaled = part.b[some].to(device).double()
-                scaled *= part.scaling[some].to(device)[:, None, None]
-                total[:, part.rows] += scaled @ part.a[some].to(device).double()
-            yield first, total
+        length = run_length(out * inp)
+        for first in range(0, num_experts, length):
+            yield first, self.run(first, min(num_experts, first + length), device)
+
+    def run(self, first: int, end: int, device: torch.device | str) -> torch.Tensor:
+        """Return the deltas of experts ``first`` to ``end - 1``, ``(n, out, in)`` in float64."""
+        some = slice(first, end)
+        total = torch.zeros(end - first, *self.module.shape[1:], dtype=torch.float64, device=device)
+        for part in self.parts:
+            scaled = part.b[some].to(device).double()
+            scaled *= part.scaling[some].to(device)[:, None, None]
+            total[:, part.rows] += scaled @ part.a[some].to(device).double()
+        return total
+
+
+def run_length(elements: int) -> int:
+    """Return how many experts of so many elements to take at once: CHUNK_BYTES in float64."""
+    return max(1, CHUNK_BYTES // (8 * elements))
 
 
 _KNOWN: WeakKeyDictionary[FileWitness, dict[str, ExpertStacks | None]] = WeakKeyDictionary()

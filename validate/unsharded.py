@@ -17,6 +17,7 @@ from torch import nn
 from moelora.slicing.plan import PlannedModule, ShardPlan
 from moelora.validate.expert_stacks import stacks_of
 from moelora.validate.file_witness import FileWitness
+from moelora.validate.merged_experts import MergedExperts, looping
 
 
 def plain_delta(witness: FileWitness, path: str, device: torch.device | str) -> torch.Tensor | None:
@@ -75,20 +76,22 @@ class Unsharded:
             self.owners.setdefault(called_path(planned), []).append(planned)
         self.saved: dict[str, dict[str, torch.Tensor]] = {}
         self.unused = set(self.owners)
+        self.looping: set[nn.Module] = set()
 
     @contextmanager
     def installed(self) -> Iterator[Unsharded]:
         """Run the model with the file's deltas for the time of the block."""
-        handles = []
+        handles, modules = [], {path: self.model.get_submodule(path) for path in self.owners}
+        experts = [modules[path] for path, some in self.owners.items() if some[0].module.is_expert]
         try:
-            for path in self.owners:
-                module = self.model.get_submodule(path)
+            for path, module in modules.items():
                 handles.append(
                     module.register_forward_pre_hook(self._before(path), with_kwargs=True)
                 )
                 # before the hook that takes a streamed weight off the device again
                 handles.append(module.register_forward_hook(self._after(path), prepend=True))
-            yield self
+            with looping(experts) as self.looping:
+                yield self
         finally:
             for handle in handles:
                 handle.remove()
@@ -101,14 +104,24 @@ class Unsharded:
             own = dict(module.named_parameters())
             self.saved[path] = {name: parameter.data for name, parameter in own.items()}
             adapted = {parameter_path(p).removeprefix(path + "."): p for p in self.owners[path]}
-            for name, parameter in own.items():  # never two copies of a layer's experts
-                data = parameter.data
-                if name in adapted and self.witness is not None:
-                    data = merged_weight(data, adapted[name], self.witness)
+            for name, parameter in own.items():
+                planned = adapted.get(name)
+                if module in self.looping and parameter.dim() == 3:
+                    vars(module)[name] = self._experts(parameter.data, planned)
+                    continue
+                data = parameter.data  # never two copies of a layer's experts
+                if planned is not None and self.witness is not None:
+                    data = merged_weight(data, planned, self.witness)
                 parameter.data = data.to(self.compute)
             return _cast(args, self.compute), _cast(kwargs, self.compute)
 
         return hook
+
+    def _experts(self, weight: torch.Tensor, planned: PlannedModule | None) -> MergedExperts:
+        stacks = None
+        if planned is not None and self.witness is not None:
+            stacks = stacks_of(self.witness, planned.module.base)
+        return MergedExperts(weight, stacks, self.compute)
 
     def _after(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -119,9 +132,12 @@ class Unsharded:
         return hook
 
     def _restore(self, path: str) -> None:
-        parameters = dict(self.model.get_submodule(path).named_parameters())
+        module = self.model.get_submodule(path)
+        parameters = dict(module.named_parameters())
         for name, data in self.saved.pop(path).items():
             parameters[name].data = data
+            if isinstance(vars(module).get(name), MergedExperts):
+                del vars(module)[name]
 
 
 def owner_path(planned: PlannedModule) -> str:

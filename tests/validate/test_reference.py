@@ -14,6 +14,8 @@ from moelora.validate.base_weights import random_tokens
 from moelora.validate.check_logits import Limits, verdict_of
 from moelora.validate.choices import Choices
 from moelora.validate.distance import Distance
+from moelora.validate.expert_stacks import stacks_of
+from moelora.validate.merged_experts import MergedExperts
 from moelora.validate.peft_reference import peft_reference
 from moelora.validate.reference import logits_of
 from moelora.validate.unsharded import Unsharded, merged_weight
@@ -96,6 +98,47 @@ def test_a_merged_weight_is_not_rounded_to_bf16(bench: LensBench) -> None:
     assert merged.dtype == torch.float32
     assert torch.allclose(merged.double() - weight.double(), wanted, atol=1e-7)
     assert bench.reference[0].name == "the file's own deltas"  # since PEFT is wrong here
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_experts_merged_one_by_one_are_those_merged_together(
+    workshop: Workshop, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In runs of three, so that the last one is shorter; asked for out of order too."""
+    adapter = workshop.adapter(family, "everything")
+    bench = LensBench(workshop.shards(adapter), adapter)
+    bench.run("logits")
+    planned = [p for p in bench.plan.modules if p.module.is_expert]
+    for one in planned:
+        weight = bench.model.get_parameter(one.path).detach().bfloat16()
+        whole = merged_weight(weight, one, bench.witness)
+        monkeypatch.setattr("moelora.validate.expert_stacks.CHUNK_BYTES", 3 * 8 * weight[0].numel())
+        parts = MergedExperts(weight, stacks_of(bench.witness, one.module.base), torch.float32)
+        order = [*range(len(weight)), 0, len(weight) - 1, 1]
+        assert all(torch.equal(parts[torch.tensor(n)], whole[n]) for n in order)
+        assert not torch.equal(whole, weight.float())
+        with pytest.raises(TypeError):
+            parts[1:3]
+    assert planned
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_a_layers_experts_are_never_all_merged_at_once(workshop: Workshop, family: str) -> None:
+    """The experts' loop asks for one after another, whatever form the model would take."""
+    adapter = workshop.adapter(family, "everything")
+    bench = LensBench(workshop.shards(adapter), adapter)
+    bench.run("logits")
+    asked: list[int] = []
+    merge = MergedExperts._merge
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Unsharded(bench.model, bench.plan, bench.witness).installed() as unsharded,
+    ):
+        patch.setattr(MergedExperts, "_merge", lambda *a: asked.append(a[1]) or merge(*a))
+        logits_of(bench.model, bench.tokens)
+    experts = {p.path.rpartition(".")[0] for p in bench.plan.modules if p.module.is_expert}
+    assert asked and {bench.model.get_submodule(path) for path in experts} == unsharded.looping
+    assert all("forward" not in vars(module) for module in bench.model.modules())
 
 
 def test_coverage_of_the_tokens_is_recorded(bench: LensBench) -> None:
