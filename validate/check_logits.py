@@ -58,10 +58,14 @@ def run_sharded(
     """Run the sharded model on the reference's tokens."""
     with sharded.installed():
         with Choices(reference.choices) as choices:
-            found = Distance.between(reference.logits, logits_of(model, tokens))
+            found = Distance.between(reference.logits, logits_of(model, tokens), tokens.device)
         if len(choices.taken) != len(reference.choices.taken):
             raise RuntimeError("the sharded model made fewer routing choices than the reference")
-        own = Distance.between(reference.logits, logits_of(model, tokens)) if free else None
+        own = (
+            Distance.between(reference.logits, logits_of(model, tokens), tokens.device)
+            if free
+            else None
+        )
     return Answer(found, own, choices.flipped, choices.total)
 
 

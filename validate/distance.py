@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
-CHUNK = 64  # tokens at once: a vocabulary of 150,000 in float64 takes 77 MB for each set
+CHUNK = 2**21  # logits at once, of either set: 16 MB in float64
 
 
 @dataclass(frozen=True)
@@ -22,21 +21,29 @@ class Distance:
     kl_per_token: tuple[float, ...] = ()
 
     @classmethod
-    def between(cls, reference: torch.Tensor, other: torch.Tensor) -> Distance:
-        """Return the distance of ``other`` from ``reference``, both ``(tokens, vocab)``."""
+    def between(
+        cls, reference: torch.Tensor, other: torch.Tensor, device: torch.device | str
+    ) -> Distance:
+        """Return the distance of ``other`` from ``reference``, both ``(tokens, vocab)``.
+
+        device: where to compute; 2,048 tokens of a vocabulary of 150,000 take a CPU many seconds.
+        """
+        rows = max(1, CHUNK // reference.shape[1])
         largest, total, same = 0.0, 0.0, 0
         kls: list[torch.Tensor] = []
-        for a, b in zip(reference.split(CHUNK), other.split(CHUNK), strict=True):
-            a, b = a.double(), b.double()
+        for a, b in zip(reference.split(rows), other.split(rows), strict=True):
+            a, b = a.to(device).double(), b.to(device).double()
             if not bool(torch.isfinite(b).all()):
                 far = float("inf")
                 return cls(far, far, far, far, 0.0)
-            difference = (a - b).abs()
-            log_a, log_b = F.log_softmax(a, -1), F.log_softmax(b, -1)
-            kls.append((log_a.exp() * (log_a - log_b)).sum(-1).clamp(min=0))
+            difference = a - b
+            norm_a, norm_b = a.logsumexp(-1), b.logsumexp(-1)
+            kl = ((a - norm_a[:, None]).exp() * difference).sum(-1) - (norm_a - norm_b)
+            kls.append(kl.clamp(min=0))
+            same += int((a.argmax(-1) == b.argmax(-1)).sum())
+            difference = difference.abs()
             largest = max(largest, float(difference.max()))
             total += float(difference.sum())
-            same += int((a.argmax(-1) == b.argmax(-1)).sum())
         kl = torch.cat(kls)
         return cls(
             largest,

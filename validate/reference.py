@@ -81,7 +81,7 @@ def make_reference(
         base = _base_logits(model, plan, tokens)
     sharded.with_adapter = False
     with timed("base sharded"), sharded.installed(), Choices(base_choices):
-        floor = Distance.between(base, logits_of(model, tokens))
+        floor = Distance.between(base, logits_of(model, tokens), tokens.device)
     sharded.with_adapter = True
 
     with timed("file merged"):
@@ -95,7 +95,7 @@ def make_reference(
         name, logits, choices = "PEFT", peft_logits, peft_choices
     else:
         name, logits, choices = "the file's own deltas", merged, merged_choices
-    effect = Distance.between(logits, base)
+    effect = Distance.between(logits, base, tokens.device)
     with timed("rounding"):
         rounding = _rounding(model, plan, tokens, base, base_choices, logits)
     if witnesses is not None and peft.agrees:
@@ -107,7 +107,7 @@ def make_reference(
             lossy = witness_of_shards(plan, witness)
             logits, choices, _, _ = _merged(model, plan, lossy, tokens)
         name = f"the file's own deltas in {plan.dtype}"
-        cast = Distance.between(whole, logits)
+        cast = Distance.between(whole, logits, tokens.device)
     return Reference(
         name, logits, choices, floor, effect, max(floor.mean_abs, rounding), rounding, peft,
         witnesses, cast, reached, idle,
@@ -130,7 +130,7 @@ def _peft_answers(
             logits = _peft_logits(peft, tokens)
         if peft.model is not None:
             with Choices(merged_choices):
-                witnesses = Distance.between(merged, logits_of(peft.model, tokens))
+                witnesses = Distance.between(merged, logits_of(peft.model, tokens), tokens.device)
     return peft, logits, choices, witnesses
 
 
@@ -148,7 +148,9 @@ def _rounding(
     if dtype == torch.float32:
         return rounding
     with Unsharded(model, plan, None).installed(), Choices(base_choices):
-        return max(rounding, Distance.between(base, logits_of(model, tokens)).mean_abs)
+        return max(
+            rounding, Distance.between(base, logits_of(model, tokens), tokens.device).mean_abs
+        )
 
 
 def _base_logits(model: nn.Module, plan: ShardPlan, tokens: torch.Tensor) -> torch.Tensor:
