@@ -56,7 +56,7 @@ def pairwise_shrink(p: Problem, expected_pairs: int) -> tuple[Launch, tiles.Shri
     num_pairs, columns = s.num_tokens * s.top_k, s.a_slices * s.rank
     sms = gpu_of(p.x.device).sms
     tile = tiles.pairwise_shrink_tile(num_pairs, expected_pairs, columns, s.in_features, sms)
-    pairs = tiles.pairs_with_programs(num_pairs, expected_pairs)
+    pairs = tiles.pairs_with_programs(num_pairs, expected_pairs, s.rank)
     launch = Launch(
         _pairwise_shrink_kernel,
         pairs * tile.split_k * cdiv(columns, tile.block_r),
@@ -91,7 +91,7 @@ def pairwise_plan(p: Problem, expected_pairs: int) -> Plan:
     launch, shrink = pairwise_shrink(p, expected_pairs)
     slices = 1 if s.interleaved else s.a_slices  # parts of N that no block may cross
     expand = tiles.pairwise_expand_tile(expected_pairs, s.rank, s.out_features, slices, sms)
-    pairs = tiles.pairs_with_programs(num_pairs, expected_pairs)
+    pairs = tiles.pairs_with_programs(num_pairs, expected_pairs, s.rank)
     return Plan(
         s,
         0,

@@ -76,13 +76,16 @@ def lists_pairs(num_pairs: int, expected_pairs: int) -> bool:
     return LEAST_LISTED <= num_pairs <= MOST_LISTED and 2 * expected_pairs < num_pairs
 
 
-def pairs_with_programs(num_pairs: int, expected_pairs: int) -> int:
+def pairs_with_programs(num_pairs: int, expected_pairs: int, rank: int) -> int:
     """Return how many pairs get programs of their own; with a list, further pairs take turns.
 
-    With many, a program that finds no pair costs more than one that takes a second.
+    More than expected, as popular experts may be here. With a large r, a program that finds no pair
+    costs more than one that takes a second.
     """
     if not lists_pairs(num_pairs, expected_pairs):
         return num_pairs
+    if rank <= 32:
+        return min(num_pairs, expected_pairs + 3 * math.isqrt(expected_pairs) + 1)
     if expected_pairs < 48:
         return expected_pairs + math.isqrt(expected_pairs)
     return 9 * expected_pairs // 10

@@ -62,3 +62,11 @@ def test_decode_needs_no_routing_and_prefill_takes_taller_tiles() -> None:
     assert choose(2048, 256, 256, 16) == 16  # too many to list
     # 28 of 128 pairs share a group: cheap to read twice where experts are small, not where not
     assert choose(128, 256, 128, 64, 500_000) == 0 and choose(128, 256, 128, 64, 3_500_000) == 16
+
+
+def test_a_list_gives_programs_to_about_the_pairs_that_are_expected() -> None:
+    programs = tiles.pairs_with_programs
+    assert programs(8, 1, 16) == 8 and programs(512, 300, 16) == 512  # no list
+    assert 64 < programs(512, 64, 16) < 100  # popular experts may be here
+    assert 50 < programs(512, 64, 64) < 64  # one that finds no pair costs more than a second turn
+    assert programs(40, 19, 8) <= 40
