@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from moe_lora_cases import Case, bits, make_problem, run_and_check
+from moe_lora_cases import Case, bits, check_result, make_problem
 
 from moelora.kernels import (
     build_routing,
@@ -33,20 +33,30 @@ def test_operator_keeps_its_promises(case: Case) -> None:
     torch.library.opcheck(ops.fused_moe_lora_op, args, test_utils=CHECKS)
 
 
-def test_compiled_layer() -> None:
+@pytest.mark.parametrize(("block_m", "ep"), [(0, 1), (0, 9), (16, 1)])
+def test_compiled_layer(block_m: int, ep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both stages and their routing in one graph, no graph break, the same bits as eager."""
+    monkeypatch.setattr("moelora.kernels.tiles.LEAST_LISTED", 1)
     p, q = make_problem(GATE_UP, device=DEVICE), make_problem(DOWN, device=DEVICE)
     ids, mapping = p.args[3:]
 
     def layer(gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        routing = build_routing(ids, mapping, num_adapters=3, num_local_experts=5)
+        routing = build_routing(
+            ids, mapping, num_adapters=3, num_local_experts=5, num_global_experts=5 * ep,
+            block_m=block_m,
+        )  # fmt: skip
+        # nothing, or a list where most are elsewhere, or groups
+        assert routing.buffer.numel() == (36 if ep == 9 else 0) or block_m == 16
         fused_moe_lora(gate_up, *p.args, **p.kwargs, routing=routing)
         fused_moe_lora(down, *q.args, **q.kwargs, routing=routing)
 
     gate_up, down = p.output.clone(), q.output.clone()
     torch.compile(layer, fullgraph=True, backend="aot_eager")(gate_up, down)
-    assert torch.equal(bits(gate_up), bits(run_and_check(p)))
-    assert torch.equal(bits(down), bits(run_and_check(q)))
+    check_result(p, gate_up)
+    check_result(q, down)
+    eager = p.output.clone(), q.output.clone()
+    layer(*eager)
+    assert torch.equal(bits(gate_up), bits(eager[0])) and torch.equal(bits(down), bits(eager[1]))
 
 
 def test_compiled_fused_forms() -> None:
