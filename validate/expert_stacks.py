@@ -59,8 +59,8 @@ class ExpertStacks:
         some = slice(first, end)
         total = torch.zeros(end - first, *self.module.shape[1:], dtype=torch.float64, device=device)
         for part in self.parts:
-            scaled = part.b[some].to(device).double()
-            scaled *= part.scaling[some].to(device)[:, None, None]
+            # not in place: float64 factors on the CPU are the stacks' own
+            scaled = part.b[some].to(device).double() * part.scaling[some].to(device)[:, None, None]
             total[:, part.rows] += scaled @ part.a[some].to(device).double()
         return total
 

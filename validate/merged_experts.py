@@ -61,6 +61,8 @@ def looping(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
     found = set()
     for module in modules:
         loop = getattr(type(module).forward, "__wrapped__", None)
+        if loop is not None and getattr(vars(module).get("forward"), "__func__", None) is loop:
+            raise RuntimeError("the experts of this model are being merged already")
         # transformers' choice of a form leaves this mark; a forward of the module's own stays
         if loop is not None and hasattr(module, "is_transposed") and "forward" not in vars(module):
             vars(module)["forward"] = MethodType(loop, module)

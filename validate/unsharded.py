@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class Unsharded:
         self.owners: dict[str, list[PlannedModule]] = {}
         for planned in plan.modules:
             self.owners.setdefault(called_path(planned), []).append(planned)
-        self.saved: dict[str, dict[str, torch.Tensor]] = {}
+        self.saved: dict[str, _Saved] = {}
         self.unused = set(self.owners)
         self.looping: set[nn.Module] = set()
 
@@ -101,8 +102,10 @@ class Unsharded:
     def _before(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self.unused.discard(path)
+            if path in self.saved:  # its last forward raised
+                self._restore(path)
             own = dict(module.named_parameters())
-            self.saved[path] = {name: parameter.data for name, parameter in own.items()}
+            saved = self.saved[path] = _Saved(next(iter(own.values())).dtype)
             adapted = {parameter_path(p).removeprefix(path + "."): p for p in self.owners[path]}
             for name, parameter in own.items():
                 planned = adapted.get(name)
@@ -112,7 +115,9 @@ class Unsharded:
                 data = parameter.data  # never two copies of a layer's experts
                 if planned is not None and self.witness is not None:
                     data = merged_weight(data, planned, self.witness)
-                parameter.data = data.to(self.compute)
+                data = data.to(self.compute)
+                saved.replaced[name] = (parameter.data, data)
+                parameter.data = data
             return _cast(args, self.compute), _cast(kwargs, self.compute)
 
         return hook
@@ -125,7 +130,7 @@ class Unsharded:
 
     def _after(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            dtype = next(iter(self.saved[path].values())).dtype
+            dtype = self.saved[path].dtype
             self._restore(path)
             return _cast(output, dtype)
 
@@ -133,11 +138,21 @@ class Unsharded:
 
     def _restore(self, path: str) -> None:
         module = self.model.get_submodule(path)
+        for name in [n for n, value in vars(module).items() if isinstance(value, MergedExperts)]:
+            del vars(module)[name]
         parameters = dict(module.named_parameters())
-        for name, data in self.saved.pop(path).items():
-            parameters[name].data = data
-            if isinstance(vars(module).get(name), MergedExperts):
-                del vars(module)[name]
+        for name, (own, put) in self.saved.pop(path).replaced.items():
+            # where a streamed weight has left the device again, its placeholder stays
+            if parameters[name].data_ptr() == put.data_ptr():
+                parameters[name].data = own
+
+
+@dataclass
+class _Saved:
+    """The type of a module, and per parameter its own data and what was put in its place."""
+
+    dtype: torch.dtype
+    replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 def owner_path(planned: PlannedModule) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from shard_sets import Workshop, verify
 
 FAMILIES = ("qwen3_moe", "mixtral", "qwen3_next")
@@ -52,3 +55,17 @@ def test_a_cast_set_passes_and_says_so(workshop: Workshop, dtype: str) -> None:
     assert f"after the cast to {dtype}" in detail
     # a cast that rounds nothing is judged by PEFT like any other set
     assert (report.checks[-1].numbers["reference"] == "PEFT") == (dtype == "float32")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "dbrx"])
+def test_an_adapter_in_float64_is_judged_by_its_own_values(
+    workshop: Workshop, family: str, tmp_path: Path
+) -> None:
+    """Values that a float64 file holds are read many times, and never written to."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(workshop.adapter(family, "everything"), adapter)
+    file = adapter / "adapter_model.safetensors"
+    save_file({k: v.double() for k, v in load_file(file).items()}, file)
+    report = verify(workshop.shards(adapter), adapter, strict=True)
+    assert report.exit_code == 0, report.to_text()
+    assert not any(check.warnings for check in report.checks), report.to_text()

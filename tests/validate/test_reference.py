@@ -87,6 +87,29 @@ def test_a_forward_that_raises_leaves_the_weights_alone(bench: LensBench) -> Non
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_after_a_forward_that_raised_the_next_one_is_right(bench: LensBench) -> None:
+    with Unsharded(bench.model, bench.plan, bench.witness).installed():
+        wanted = logits_of(bench.model, bench.tokens)
+        experts = bench.model.get_submodule("model.layers.1.mlp.experts")
+        handle = experts.act_fn.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            logits_of(bench.model, bench.tokens)
+        handle.remove()
+        assert torch.equal(logits_of(bench.model, bench.tokens), wanted)
+
+
+def test_a_model_is_merged_once_at_a_time(bench: LensBench) -> None:
+    unsharded = Unsharded(bench.model, bench.plan, bench.witness)
+    base = logits_of(bench.model, bench.tokens)
+    with (
+        unsharded.installed(),
+        pytest.raises(RuntimeError, match="already"),
+        Unsharded(bench.model, bench.plan, None).installed(),
+    ):
+        pass
+    assert torch.equal(logits_of(bench.model, bench.tokens), base)
+
+
 def test_a_merged_weight_is_not_rounded_to_bf16(bench: LensBench) -> None:
     """Rounding W + delta loses up to 0.4 % of W, which may be more than the delta."""
     planned = next(

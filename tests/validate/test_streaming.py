@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lens_bench import LensBench
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from shard_sets import Workshop, failed, verify
@@ -24,6 +25,7 @@ from moelora.validate.memory_limit import MemoryLimit, out_of_memory, require_ke
 from moelora.validate.reference import logits_of
 from moelora.validate.streaming import Streamed, find_blocks, streamed
 from moelora.validate.tiny_models import tiny_base
+from moelora.validate.unsharded import Unsharded
 
 LIMIT = 500 * 2**10  # the tiny base has 857 KiB, its largest layer 389
 NAME = "base_model_name_or_path"
@@ -155,6 +157,24 @@ def test_a_forward_that_fails_lets_go_of_its_weights(workshop: Workshop) -> None
     assert own is not None and own.open_bytes == 0
     del model.model.layers[1].mlp.forward
     assert logits_of(model, torch.ones(1, 4, dtype=torch.long)).isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "dbrx"])
+def test_a_merged_forward_that_fails_lets_go_of_its_weights(
+    workshop: Workshop, family: str
+) -> None:
+    adapter = workshop.adapter(family, "everything")
+    bench = LensBench(workshop.shards(adapter), adapter)
+    model = load_weights(bench.base, random=False, memory=MemoryLimit(LIMIT), **FP32)
+    with Unsharded(model, bench.plan, bench.witness).installed() as unsharded:
+        last = model.get_submodule(list(unsharded.owners)[-1])
+        handle = last.register_forward_hook(lambda *_: 1 / 0, prepend=True)
+        with pytest.raises(ZeroDivisionError):
+            logits_of(model, torch.ones(1, 4, dtype=torch.long))
+        handle.remove()
+    own = streamed(model)
+    assert own is not None and own.open_bytes == 0
+    assert all(parameter.isnan().all() for parameter in last.parameters())
 
 
 def test_a_random_base_is_drawn_block_by_block(workshop: Workshop, tmp_path: Path) -> None:
