@@ -1,6 +1,5 @@
 """`fused_moe_lora_combine`: down delta and weighted sum over top-k in one pass."""
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -69,35 +68,39 @@ def fused_moe_lora_combine(
         check_combine(out, down, p.sizes)
         if out.numel() == 0:
             return out
-        if INTERPRETED:
-            p = p.upcast()
-        plan = remember(key, _combine_plan(p, out, use_delta))
     if not use_delta:
         fused_moe_lora(
             *tensors, scaling=scaling, a_slices=1, num_local_experts=num_local_experts,
             routing=routing, workspace=workspace,
         )  # fmt: skip
-        if INTERPRETED and p is not None:
-            p = dataclasses.replace(p, output=down.float())
+    if INTERPRETED and p is not None:
+        return _interpret_combine(out, p, use_delta)
+    if plan is None:
+        assert p is not None
+        plan = remember(key, _combine_plan(p, out, use_delta))
     per_group = scaling if isinstance(scaling, torch.Tensor) else None
-    if p is not None and INTERPRETED:
-        result = torch.empty(out.shape, dtype=torch.float32)
-        _run_combine(
-            plan, result, p.output, p.x, p.lora_a, p.lora_b, topk_ids, token_lora_mapping,
-            per_group, topk_weights, None,
-        )  # fmt: skip
-        out.copy_(result)
-    else:
-        with on_device(out):
-            _run_combine(plan, out, *tensors, per_group, topk_weights, workspace)
+    with on_device(out):
+        _run_combine(plan, out, *tensors, per_group, topk_weights, workspace)
     return out
+
+
+def _interpret_combine(out: torch.Tensor, p: Problem, use_delta: bool) -> torch.Tensor:
+    """Run in fp32 and round with torch: the interpreter computes bf16 wrongly."""
+    q = p.upcast()
+    assert q.topk_weights is not None
+    result = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
+    _run_combine(
+        _combine_plan(q, result, use_delta), result, q.output, q.x, q.lora_a, q.lora_b,
+        q.topk_ids, q.mapping, q.scaling_per_group, q.topk_weights, None,
+    )  # fmt: skip
+    return out if result is out else out.copy_(result)
 
 
 def _combine_plan(p: Problem, out: torch.Tensor, use_delta: bool) -> FormPlan:
     s, gpu = p.sizes, gpu_of(p.x.device)
     early = can_launch_early(p.x.device)
     num_pairs = s.num_tokens * s.top_k
-    shrink, tile = pairwise_shrink(p, num_pairs)
+    shrink, tile = pairwise_shrink(p, num_pairs, use_list=False)
     split_k = tile.split_k if use_delta else 1
     expand = tiles.pairwise_expand_tile(s.num_tokens, s.rank, s.out_features, 1, gpu.sms)
     block_n = expand.block_n if use_delta else min(1024, tiles.power_of_2(s.out_features, 32, 1024))

@@ -66,8 +66,9 @@ def _pairwise_combine_kernel(
     offs_n = (tl.program_id(0) % num_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < out_features
     acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for k in range(TOP_K):
-        pair = token * TOP_K + k
+    for k_index in range(TOP_K):
+        k = tl.cast(k_index, tl.int64)
+        pair = token * TOP_K + k_index
         has_work, slot, expert = load_virtual_id(
             topk_ids_ptr, mapping_ptr, token.to(tl.int64), k, num_adapters, num_local_experts,
             stride_it, stride_ik, stride_mt,

@@ -93,7 +93,9 @@ def call_key(
         *map(tensor_key, tensors),
         tensor_key(scaling) if isinstance(scaling, torch.Tensor) else scaling,
         tensor_key(topk_weights),
-        None if routing is None else routing[1:],
+        None
+        if routing is None
+        else (*routing[1:], routing.has_list, tensor_key(routing.buffer)[-1]),
         None if workspace is None else workspace.partials.data_ptr() & 15,
     )
 

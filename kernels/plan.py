@@ -49,24 +49,33 @@ def partials(
     return workspace.partials if dtype == torch.float32 else workspace.partials.view(dtype)
 
 
-def pairwise_shrink(p: Problem, expected_pairs: int) -> tuple[Launch, tiles.ShrinkTile]:
+def pairwise_shrink(
+    p: Problem, expected_pairs: int, use_list: bool
+) -> tuple[Launch, tiles.ShrinkTile]:
     """Return the launch of the pairwise shrink, and its tile."""
     s = p.sizes
     early = can_launch_early(p.x.device)
     num_pairs, columns = s.num_tokens * s.top_k, s.a_slices * s.rank
     sms = gpu_of(p.x.device).sms
     tile = tiles.pairwise_shrink_tile(num_pairs, expected_pairs, columns, s.in_features, sms)
-    pairs = tiles.pairs_with_programs(num_pairs, expected_pairs, s.rank)
+    pairs = _pairs(p, expected_pairs, use_list)
     launch = Launch(
         _pairwise_shrink_kernel,
         pairs * tile.split_k * cdiv(columns, tile.block_r),
         (num_pairs, s.num_adapters, s.num_local_experts, s.in_features, *p.id_strides,
          *p.x_strides, *p.a_strides),
-        {**shrink_constants(p, tile), "USE_LIST": tiles.lists_pairs(num_pairs, expected_pairs),
-         "USE_PDL": early},
+        {**shrink_constants(p, tile), "USE_LIST": use_list, "USE_PDL": early},
         num_warps=tile.num_warps, num_stages=tile.num_stages, early=early,
     )  # fmt: skip
     return launch, tile
+
+
+def _pairs(p: Problem, expected_pairs: int, use_list: bool) -> int:
+    """Return how many pairs the pairwise kernels have programs for."""
+    num_pairs = p.sizes.num_tokens * p.sizes.top_k
+    if not use_list:
+        return num_pairs
+    return tiles.pairs_with_programs(num_pairs, expected_pairs, p.sizes.rank)
 
 
 def shrink_constants(p: Problem, tile: tiles.ShrinkTile) -> dict[str, object]:
@@ -84,14 +93,14 @@ def shrink_constants(p: Problem, tile: tiles.ShrinkTile) -> dict[str, object]:
     }
 
 
-def pairwise_plan(p: Problem, expected_pairs: int) -> Plan:
+def pairwise_plan(p: Problem, expected_pairs: int, use_list: bool) -> Plan:
     s, device = p.sizes, p.x.device
     early, sms = can_launch_early(device), gpu_of(device).sms
     num_pairs = s.num_tokens * s.top_k
-    launch, shrink = pairwise_shrink(p, expected_pairs)
+    launch, shrink = pairwise_shrink(p, expected_pairs, use_list)
     slices = 1 if s.interleaved else s.a_slices  # parts of N that no block may cross
     expand = tiles.pairwise_expand_tile(expected_pairs, s.rank, s.out_features, slices, sms)
-    pairs = tiles.pairs_with_programs(num_pairs, expected_pairs, s.rank)
+    pairs = _pairs(p, expected_pairs, use_list)
     return Plan(
         s,
         0,
@@ -104,8 +113,8 @@ def pairwise_plan(p: Problem, expected_pairs: int) -> Plan:
              *p.weight_strides),
             {
                 **p.expand_constants, "SPLIT_K": shrink.split_k,
-                "BLOCK_N": expand.block_n, "BLOCK_R": expand.block_r,
-                "USE_LIST": tiles.lists_pairs(num_pairs, expected_pairs), "USE_PDL": early,
+                "BLOCK_N": expand.block_n, "BLOCK_R": expand.block_r, "USE_LIST": use_list,
+                "USE_PDL": early,
             },
             num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
             fusion=p.sums_may_fuse,
@@ -192,7 +201,7 @@ def add_plan(p: Problem, routing: MoeLoraRouting | None) -> Plan | None:
     else:
         expected_pairs, block_m = routing.expected_pairs, routing.block_m
     if block_m == 0:
-        return pairwise_plan(p, expected_pairs)
+        return pairwise_plan(p, expected_pairs, routing is not None and routing.has_list)
     return grouped_plan(p, block_m, expected_pairs)
 
 

@@ -84,10 +84,11 @@ class Problem:
     def sums_may_fuse(self) -> bool:
         """Whether lanes that sum one row of B together all come to the same bits.
 
-        Each adds its own product to another lane's. With one element per lane (odd rows) the product
-        would be fused into that sum, and rounded in the other lane only.
+        Each adds its own product to another lane's. With one element per lane (odd rows, or a B that
+        does not begin at 16 bytes) the product would be fused into that sum, and rounded in the other
+        lane only.
         """
-        return math.gcd(2, *self.b_strides) == 2
+        return math.gcd(2, *self.b_strides) == 2 and self.lora_b.data_ptr() % 16 == 0
 
     def n_multiple(self, *rows: torch.Tensor) -> int:
         """Of the columns that one A slice feeds, and of the strides between rows of outputs."""

@@ -64,6 +64,10 @@ class MoeLoraRouting(NamedTuple):
     expected_pairs: int  # with a local expert, as far as the host knows
 
     @property
+    def has_list(self) -> bool:
+        return self.block_m == 0 and self.buffer.numel() > 0
+
+    @property
     def max_tiles(self) -> int:
         return max_tiles(self.num_pairs, self.num_groups, self.block_m)
 
@@ -181,7 +185,10 @@ def build_routing_eager(
     if words == 0 or num_pairs == 0:
         return routing
     comparing = num_pairs <= MAX_PAIRS_COMPARED or block_m == 0
-    counters = counters_for(topk_ids, 0 if comparing else num_groups, workspace)
+    # a list needs none
+    counters = (
+        counters_for(topk_ids, 0 if comparing else num_groups, workspace) if block_m else buffer
+    )
     key = (
         topk_ids.shape, topk_ids.stride(), topk_ids.dtype, topk_ids.data_ptr() & 15,
         token_lora_mapping.stride(), token_lora_mapping.dtype, token_lora_mapping.data_ptr() & 15,

@@ -25,10 +25,8 @@ def load_virtual_ids(
 ):
     """Return each pair's virtual expert, -1 for no work, and whether its expert is a local one."""
     mask = offs_pair < num_pairs
-    token = (offs_pair // TOP_K).to(tl.int64)
-    expert = tl.load(
-        topk_ids_ptr + token * stride_it + (offs_pair % TOP_K) * stride_ik, mask=mask, other=-1
-    )
+    token, k = (offs_pair // TOP_K).to(tl.int64), (offs_pair % TOP_K).to(tl.int64)
+    expert = tl.load(topk_ids_ptr + token * stride_it + k * stride_ik, mask=mask, other=-1)
     slot = tl.load(mapping_ptr + token * stride_mt, mask=mask, other=-1)
     is_local = (expert >= 0) & (expert < num_local_experts)
     has_work = is_local & (slot >= 0) & (slot < num_adapters)

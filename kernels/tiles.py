@@ -77,18 +77,16 @@ def lists_pairs(num_pairs: int, expected_pairs: int) -> bool:
 
 
 def pairs_with_programs(num_pairs: int, expected_pairs: int, rank: int) -> int:
-    """Return how many pairs get programs of their own; with a list, further pairs take turns.
+    """Return how many of a list's pairs get programs of their own; further ones take turns.
 
     More than expected, as popular experts may be here. With a large r, a program that finds no pair
     costs more than one that takes a second.
     """
-    if not lists_pairs(num_pairs, expected_pairs):
-        return num_pairs
     if rank <= 32:
         return min(num_pairs, expected_pairs + 3 * math.isqrt(expected_pairs) + 1)
     if expected_pairs < 48:
-        return expected_pairs + math.isqrt(expected_pairs)
-    return 9 * expected_pairs // 10
+        return min(num_pairs, expected_pairs + math.isqrt(expected_pairs))
+    return min(num_pairs, 9 * expected_pairs // 10)
 
 
 def choose_block_m(

@@ -8,6 +8,8 @@ An access outside of a tensor ends the process by SIGSEGV. ``beyond`` makes one,
 import ctypes
 import mmap
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import triton
@@ -15,14 +17,12 @@ import triton.language as tl
 from moe_lora_cases import Case, Problem, make_problem
 
 from moelora.kernels import (
-    MoeLoraWorkspace,
     build_routing,
     fused_moe_lora,
     fused_moe_lora_activation,
     fused_moe_lora_combine,
     routing,
     tiles,
-    workspace,
 )
 
 PAGE = mmap.PAGESIZE
@@ -49,9 +49,9 @@ def guarded(tensor: torch.Tensor, at_end: bool) -> torch.Tensor:
 
 def guarded_problem(case: Case, at_end: bool) -> Problem:
     p = make_problem(case, seed=1)
-    p.args[3][0, :2] = torch.tensor([case.E - 1, 0])  # the last group's rows, and the first's
-    p.args[4][:2] = torch.tensor([case.L - 1, 0])
-    p.args[3][1, 0] = 0
+    # the first and the last pair have work, and so have the first and the last group
+    p.args[3][[0, 0, -1], [0, -1, -1]] = torch.tensor([0, case.E - 1, case.E - 1]).int()
+    p.args[4][[0, -1]] = torch.tensor([0, case.L - 1]).int()
     options = {
         k: guarded(v.contiguous(), at_end) if isinstance(v, torch.Tensor) else v
         for k, v in p.kwargs.items()
@@ -60,33 +60,36 @@ def guarded_problem(case: Case, at_end: bool) -> Problem:
     return Problem(case, guarded(p.output, at_end), args, options, p.has_work)
 
 
-def guarded_workspace(case: Case, at_end: bool) -> MoeLoraWorkspace:
-    """No word more than the call needs."""
-    plan = workspace.allocate_workspace(
-        num_tokens=case.T, top_k=case.K, num_adapters=case.L, num_local_experts=case.E,
-        columns=case.S * case.r, device="cpu",
-    )  # fmt: skip
-    return MoeLoraWorkspace(guarded(plan.counters, at_end), guarded(plan.partials, at_end))
+@contextmanager
+def all_guarded(at_end: bool) -> Iterator[None]:
+    """Guard what the calls allocate themselves too: routing, counters, rank vectors."""
+    empty, zeros = torch.empty, torch.zeros
+    torch.empty = lambda *args, **kwargs: guarded(empty(*args, **kwargs), at_end)
+    torch.zeros = lambda *args, **kwargs: guarded(zeros(*args, **kwargs), at_end)
+    try:
+        yield
+    finally:
+        torch.empty, torch.zeros = empty, zeros
 
 
 def add(case: Case, at_end: bool, block_m: int, ep: int) -> None:
     p = guarded_problem(case, at_end)
-    space = guarded_workspace(case, at_end)
-    found = build_routing(
-        *p.args[3:], num_adapters=case.L, num_local_experts=case.E, workspace=space,
-        num_global_experts=ep * case.E, block_m=block_m,
-    )  # fmt: skip
-    found = found._replace(buffer=guarded(found.buffer, at_end))
-    fused_moe_lora(p.output, *p.args, **p.kwargs, routing=found)
+    with all_guarded(at_end):
+        found = build_routing(
+            *p.args[3:], num_adapters=case.L, num_local_experts=case.E,
+            num_global_experts=ep * case.E, block_m=block_m,
+        )  # fmt: skip
+        assert found.has_list == (ep > 1)
+        fused_moe_lora(p.output, *p.args, **p.kwargs, routing=found)
 
 
 def forms(gate_up: Case, down: Case, at_end: bool) -> None:
     p, q = guarded_problem(gate_up, at_end), guarded_problem(down, at_end)
-    act = guarded(torch.empty(gate_up.T, gate_up.K, gate_up.N // 2), at_end)
-    fused_moe_lora_activation(act, p.output, *p.args, **p.kwargs, activation="silu")
-    out = guarded(torch.empty(down.T, down.N), at_end)
     options = {k: q.kwargs[k] for k in ("scaling", "topk_weights", "num_local_experts")}
-    fused_moe_lora_combine(out, q.output, *q.args, **options)
+    with all_guarded(at_end):
+        act = torch.empty(gate_up.T, gate_up.K, gate_up.N // 2)
+        fused_moe_lora_activation(act, p.output, *p.args, **p.kwargs, activation="silu")
+        fused_moe_lora_combine(torch.empty(down.T, down.N), q.output, *q.args, **options)
 
 
 @triton.jit
@@ -100,7 +103,7 @@ def main() -> None:
         _read_one_too_many[(1,)](guarded(torch.ones(8), at_end), count=8)
         return
     tiles.LEAST_LISTED = 1
-    # as a GPU's routing: the interpreter's cases are small, so both ways are asked for
+    # both ways to group pairs, whatever their number
     for compared in (512, 0):
         routing.MAX_PAIRS_COMPARED = compared
         for r in (5, 8):

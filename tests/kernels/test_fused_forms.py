@@ -98,6 +98,42 @@ def test_combine(case: Case, gathered: bool, monkeypatch: pytest.MonkeyPatch) ->
         assert not bool(out.any())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_combine_of_strided_tensors(dtype: torch.dtype) -> None:
+    """Columns of wider tensors, weights in bf16."""
+    case = Case(6, 3, 3, 5, 26, 16, 6, x_per_pair=True, weighted=True, dtype=dtype)
+    p = make_problem(case, seed=2, device=DEVICE)
+    with_base_rows(p)
+    wide = torch.zeros(6, 3, 19, dtype=dtype, device=DEVICE)
+    wide[..., :16] = p.output
+    weights = torch.zeros(6, 7, dtype=torch.bfloat16, device=DEVICE)
+    weights[:, :3] = p.kwargs["topk_weights"]
+    out = torch.full((6, 19), 7.0, dtype=dtype, device=DEVICE)
+    options = {"scaling": p.kwargs["scaling"], "topk_weights": weights[:, :3]}
+    want = torch.zeros(6, 16, device=DEVICE)
+    exact = [t.float() for t in (p.output, *p.args[:3])]
+    fused_moe_lora_combine_reference(want, *exact, *p.args[3:], **options)
+    fused_moe_lora_combine(out[:, :16], wide[..., :16], *p.args, **options)
+    assert error_norm(out[:, :16], want) <= TOLERANCE[dtype]
+    assert bool((out[:, 16:] == 7).all())
+
+
+def test_combine_beyond_32_bits() -> None:
+    """The rows of one token lie 2**30 elements apart: (K, T, N) of a large batch."""
+    case = Case(1, 3, 3, 5, 26, 16, 6, x_per_pair=True, weighted=True, ids="local", slots="all")
+    p = make_problem(case, device=DEVICE)
+    try:
+        far = torch.empty(2 * 2**30 + 16, device=DEVICE).as_strided((1, 3, 16), (16, 2**30, 1))
+    except (RuntimeError, MemoryError):
+        pytest.skip("no 8 GiB of address space")
+    far.copy_(p.output)
+    options = {k: p.kwargs[k] for k in ("scaling", "topk_weights")}
+    want, out = torch.zeros(1, 16, device=DEVICE), torch.zeros(1, 16, device=DEVICE)
+    fused_moe_lora_combine_reference(want, p.output, *p.args, **options)
+    fused_moe_lora_combine(out, far, *p.args, **options)
+    assert error_norm(out, want) <= TOLERANCE[torch.float32]
+
+
 def test_wrong_activation_is_named() -> None:
     p = make_problem(Case(4, 2, 2, 3, 24, 20, 4), device=DEVICE)
     act = torch.zeros(4, 2, 10, device=DEVICE)

@@ -1,5 +1,5 @@
-"""No kernel reads or writes outside of its tensors, seen without a GPU; compute-sanitizer says the
-same on one (test_gpu_memcheck.py)."""
+"""No kernel reads or writes before or behind a tensor, seen without a GPU. What one does inside of a
+larger allocation is compute-sanitizer's to see (test_gpu_memcheck.py)."""
 
 import os
 import signal
