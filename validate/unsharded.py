@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moelora.slicing.base_model import BaseModule
 from moelora.slicing.plan import PlannedModule, ShardPlan
 from moelora.validate.expert_stacks import stacks_of
 from moelora.validate.file_witness import FileWitness
@@ -33,25 +34,13 @@ def plain_delta(witness: FileWitness, path: str, device: torch.device | str) -> 
 def merged_weight(
     weight: torch.Tensor, planned: PlannedModule, witness: FileWitness
 ) -> torch.Tensor:
-    """Return the base weight plus the file's delta, in fp32 and in the weight's own storage."""
-    base = planned.module.base
-    if base.kind != "expert":
-        delta = plain_delta(witness, planned.path, weight.device)
-        if delta is None:
-            return weight.float()
-        if base.kind == "embedding":
-            delta = delta.T
-        return (weight.double() + delta).float()
-    total = weight.to(torch.float32, copy=True)
-    view = total.view(base.num_experts, -1, total.shape[-1]) if base.flat else total
-    stacks = stacks_of(witness, base)
-    if stacks is None:
-        return total
-    for first, delta in stacks.deltas(weight.device):
-        own = delta.transpose(1, 2) if base.transposed else delta
-        some = view[first : first + len(own)]
-        some.copy_(some.double() + own)
-    return total
+    """Return a plain module's base weight plus the file's delta, in fp32."""
+    delta = plain_delta(witness, planned.path, weight.device)
+    if delta is None:
+        return weight.float()
+    if planned.module.base.kind == "embedding":
+        delta = delta.T
+    return (weight.double() + delta).float()
 
 
 class Unsharded:
@@ -77,7 +66,6 @@ class Unsharded:
             self.owners.setdefault(called_path(planned), []).append(planned)
         self.saved: dict[str, _Saved] = {}
         self.unused = set(self.owners)
-        self.looping: set[nn.Module] = set()
 
     @contextmanager
     def installed(self) -> Iterator[Unsharded]:
@@ -91,7 +79,7 @@ class Unsharded:
                 )
                 # before the hook that takes a streamed weight off the device again
                 handles.append(module.register_forward_hook(self._after(path), prepend=True))
-            with looping(experts) as self.looping:
+            with looping(experts):
                 yield self
         finally:
             for handle in handles:
@@ -107,12 +95,16 @@ class Unsharded:
             own = dict(module.named_parameters())
             saved = self.saved[path] = _Saved(next(iter(own.values())).dtype)
             adapted = {parameter_path(p).removeprefix(path + "."): p for p in self.owners[path]}
+            experts = self._experts(path)
             for name, parameter in own.items():
                 planned = adapted.get(name)
-                if module in self.looping and parameter.dim() == 3:
-                    vars(module)[name] = self._experts(parameter.data, planned)
+                if experts is not None and parameter.dim() == (2 if experts.flat else 3):
+                    parent, _, leaf = name.rpartition(".")
+                    holder = module.get_submodule(parent)
+                    vars(holder)[leaf] = self._merged(parameter.data, experts, planned)
+                    saved.stand_ins.append((holder, leaf))
                     continue
-                data = parameter.data  # never two copies of a layer's experts
+                data = parameter.data
                 if planned is not None and self.witness is not None:
                     data = merged_weight(data, planned, self.witness)
                 data = data.to(self.compute)
@@ -122,10 +114,19 @@ class Unsharded:
 
         return hook
 
-    def _experts(self, weight: torch.Tensor, planned: PlannedModule | None) -> MergedExperts:
+    def _experts(self, path: str) -> BaseModule | None:
+        """Return a parameter of the experts that are called by this path; None where it is plain."""
+        base = self.owners[path][0].module.base
+        return base if base.kind == "expert" else None
+
+    def _merged(
+        self, weight: torch.Tensor, experts: BaseModule, planned: PlannedModule | None
+    ) -> MergedExperts:
         stacks = None
         if planned is not None and self.witness is not None:
             stacks = stacks_of(self.witness, planned.module.base)
+        if experts.flat:
+            weight = weight.view(experts.num_experts, -1, weight.shape[-1])
         return MergedExperts(weight, stacks, self.compute)
 
     def _after(self, path: str) -> Any:
@@ -137,11 +138,11 @@ class Unsharded:
         return hook
 
     def _restore(self, path: str) -> None:
-        module = self.model.get_submodule(path)
-        for name in [n for n, value in vars(module).items() if isinstance(value, MergedExperts)]:
-            del vars(module)[name]
-        parameters = dict(module.named_parameters())
-        for name, (own, put) in self.saved.pop(path).replaced.items():
+        saved = self.saved.pop(path)
+        for holder, leaf in saved.stand_ins:
+            del vars(holder)[leaf]
+        parameters = dict(self.model.get_submodule(path).named_parameters())
+        for name, (own, put) in saved.replaced.items():
             # where a streamed weight has left the device again, its placeholder stays
             if parameters[name].data_ptr() == put.data_ptr():
                 parameters[name].data = own
@@ -149,9 +150,11 @@ class Unsharded:
 
 @dataclass
 class _Saved:
-    """The type of a module, and per parameter its own data and what was put in its place."""
+    """The type of a module, where stand-ins are, and per other parameter its own data and what was
+    put in its place."""
 
     dtype: torch.dtype
+    stand_ins: list[tuple[nn.Module, str]] = field(default_factory=list)
     replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 

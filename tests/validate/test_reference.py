@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from moelora.validate.expert_stacks import stacks_of
 from moelora.validate.merged_experts import MergedExperts
 from moelora.validate.peft_reference import peft_reference
 from moelora.validate.reference import logits_of
-from moelora.validate.unsharded import Unsharded, merged_weight
+from moelora.validate.unsharded import Unsharded
 
 
 @pytest.fixture(scope="module")
@@ -116,52 +117,77 @@ def test_a_merged_weight_is_not_rounded_to_bf16(bench: LensBench) -> None:
         p for p in bench.plan.modules if p.path.endswith("layers.1.mlp.experts.down_proj")
     )
     weight = bench.model.get_parameter(planned.path).detach().bfloat16()
-    merged = merged_weight(weight, planned, bench.witness)
+    merged = MergedExperts(
+        weight, stacks_of(bench.witness, planned.module.base), torch.float32
+    ).whole()
     wanted = bench.witness.delta_weight(planned.module.base)
     assert merged.dtype == torch.float32
     assert torch.allclose(merged.double() - weight.double(), wanted, atol=1e-7)
     assert bench.reference[0].name == "the file's own deltas"  # since PEFT is wrong here
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
-def test_experts_merged_one_by_one_are_those_merged_together(
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4_text", "longcat_flash"])
+def test_experts_merged_a_few_at_a_time_are_base_plus_delta(
     workshop: Workshop, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In runs of three, so that the last one is shorter; asked for out of order too."""
+    """In runs of three, so that the last one is shorter; asked for in any order, and in any way."""
     adapter = workshop.adapter(family, "everything")
     bench = LensBench(workshop.shards(adapter), adapter)
     bench.run("logits")
     planned = [p for p in bench.plan.modules if p.module.is_expert]
-    for one in planned:
-        weight = bench.model.get_parameter(one.path).detach().bfloat16()
-        whole = merged_weight(weight, one, bench.witness)
-        monkeypatch.setattr("moelora.validate.expert_stacks.CHUNK_BYTES", 3 * 8 * weight[0].numel())
-        parts = MergedExperts(weight, stacks_of(bench.witness, one.module.base), torch.float32)
-        order = [*range(len(weight)), 0, len(weight) - 1, 1]
-        assert all(torch.equal(parts[torch.tensor(n)], whole[n]) for n in order)
-        assert not torch.equal(whole, weight.float())
-        with pytest.raises(TypeError):
-            parts[1:3]
     assert planned
+    for one in planned:
+        base, weight = one.module.base, bench.model.get_parameter(one.path).detach().bfloat16()
+        delta = bench.witness.delta_weight(base)
+        whole = weight.double()
+        whole[: base.num_experts] += delta.transpose(1, 2) if base.transposed else delta
+        monkeypatch.setattr("moelora.validate.expert_stacks.CHUNK_BYTES", 24 * weight[0].numel())
+        parts: Any = MergedExperts(weight, stacks_of(bench.witness, base), torch.float32)
+        assert parts.length == 3 and parts.shape == weight.shape
+        x = torch.randn(len(weight), 2, weight.shape[1])
+        for got, want in [
+            *(
+                (parts[torch.tensor(n)], whole[n])
+                for n in (*range(len(weight)), 0, -1 % len(weight))
+            ),
+            (parts[1:3], whole[1:3]),
+            (parts.view(*weight.shape)[1], whole[1]),
+            (parts.view(-1, weight.shape[-1]), whole.view(-1, weight.shape[-1])),
+            (parts.transpose(1, 2), whole.transpose(1, 2)),
+            (torch.bmm(x, parts), torch.bmm(x.double(), whole)),
+            (x @ parts, x.double() @ whole),
+        ]:
+            assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_next"])
-def test_a_layers_experts_are_never_all_merged_at_once(workshop: Workshop, family: str) -> None:
-    """The experts' loop asks for one after another, whatever form the model would take."""
+FORMS = ("qwen3_moe", "gpt_oss", "qwen3_next", "llama4_text", "dbrx", "jetmoe", "longcat_flash")
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_a_layers_experts_are_never_all_merged_at_once(
+    workshop: Workshop, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever form the model has: a loop, batched products, flat parameters."""
     adapter = workshop.adapter(family, "everything")
     bench = LensBench(workshop.shards(adapter), adapter)
     bench.run("logits")
-    asked: list[int] = []
+    merged: list[int] = []
     merge = MergedExperts._merge
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        Unsharded(bench.model, bench.plan, bench.witness).installed() as unsharded,
-    ):
-        patch.setattr(MergedExperts, "_merge", lambda *a: asked.append(a[1]) or merge(*a))
+
+    def few(self: MergedExperts, first: int) -> torch.Tensor:
+        run = merge(self, first)
+        merged.append(len(run))
+        return run
+
+    monkeypatch.setattr(MergedExperts, "_merge", few)
+    monkeypatch.setattr(MergedExperts, "whole", lambda self: pytest.fail("all at once"))
+    monkeypatch.setattr("moelora.validate.expert_stacks.CHUNK_BYTES", 1)
+    before = [dict(vars(module)) for module in bench.model.modules()]
+    with Unsharded(bench.model, bench.plan, bench.witness).installed() as unsharded:
         logits_of(bench.model, bench.tokens)
-    experts = {p.path.rpartition(".")[0] for p in bench.plan.modules if p.module.is_expert}
-    assert asked and {bench.model.get_submodule(path) for path in experts} == unsharded.looping
-    assert all("forward" not in vars(module) for module in bench.model.modules())
+    assert merged and set(merged) == {1}
+    assert not unsharded.saved
+    assert [dict(vars(module)) for module in bench.model.modules()] == before
 
 
 def test_coverage_of_the_tokens_is_recorded(bench: LensBench) -> None:
