@@ -95,7 +95,7 @@ def call_key(
         tensor_key(topk_weights),
         None
         if routing is None
-        else (*routing[1:], routing.has_list, tensor_key(routing.buffer)[-1]),
+        else (*routing[1:], routing.has_list, routing.buffer.data_ptr() & 15),
         None if workspace is None else workspace.partials.data_ptr() & 15,
     )
 

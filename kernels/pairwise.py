@@ -11,7 +11,7 @@ strides. Where most experts are elsewhere, no programs start for the pairs that 
 import triton
 import triton.language as tl
 
-from moelora.kernels.parts import ROUTING_HEADER, aligned
+from moelora.kernels.parts import aligned, pair_list
 
 
 @triton.jit
@@ -29,8 +29,7 @@ def load_virtual_id(
 @triton.jit
 def load_entry(routing_ptr, place, end, num_local_experts):
     """Return (pair, slot, expert) of a place in the list, pair -1 where there is none before `end`."""
-    list_ptr = (routing_ptr + ROUTING_HEADER).to(tl.pointer_type(tl.int64), bitcast=True)
-    entry = tl.load(list_ptr + place, mask=place < end, other=-1)
+    entry = tl.load(pair_list(routing_ptr) + place, mask=place < end, other=-1)
     virtual_id = (entry >> 32).to(tl.int32)
     slot, expert = virtual_id // num_local_experts, virtual_id % num_local_experts
     return entry.to(tl.int32), slot.to(tl.int64), expert.to(tl.int64)

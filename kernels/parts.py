@@ -1,4 +1,4 @@
-"""What the grouped kernels share: tiles, B times the rank vectors, and what rows are multiplied with.
+"""What several kernels share: alignment, the routing's buffer, B times the rank vectors, factors of rows.
 
 Letters as in grouped.py.
 """
@@ -19,6 +19,12 @@ def aligned(value, MULTIPLE: tl.constexpr):
     if MULTIPLE > 1:
         value = value // MULTIPLE * MULTIPLE
     return value
+
+
+@triton.jit
+def pair_list(routing_ptr):
+    """Return a pointer to the list of pairs with work, 64-bit words, of a routing without tiles."""
+    return (routing_ptr + ROUTING_HEADER).to(tl.pointer_type(tl.int64), bitcast=True)
 
 
 @triton.jit

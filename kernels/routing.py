@@ -184,11 +184,10 @@ def build_routing_eager(
     routing = MoeLoraRouting(buffer, num_pairs, num_groups, block_m, expected_pairs)
     if words == 0 or num_pairs == 0:
         return routing
-    comparing = num_pairs <= MAX_PAIRS_COMPARED or block_m == 0
-    # a list needs none
-    counters = (
-        counters_for(topk_ids, 0 if comparing else num_groups, workspace) if block_m else buffer
-    )
+    comparing = num_pairs <= MAX_PAIRS_COMPARED
+    counters = buffer  # a list needs none
+    if block_m > 0:
+        counters = counters_for(topk_ids, 0 if comparing else num_groups, workspace)
     key = (
         topk_ids.shape, topk_ids.stride(), topk_ids.dtype, topk_ids.data_ptr() & 15,
         token_lora_mapping.stride(), token_lora_mapping.dtype, token_lora_mapping.data_ptr() & 15,

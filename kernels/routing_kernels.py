@@ -7,7 +7,7 @@ USE_PDL as in grouped.py.
 import triton
 import triton.language as tl
 
-from moelora.kernels.parts import ROUTING_HEADER
+from moelora.kernels.parts import ROUTING_HEADER, pair_list
 
 
 @triton.jit
@@ -146,8 +146,7 @@ def _list_pairs_kernel(
     count = tl.sum(has_work.to(tl.int32), axis=0)
     place = tl.where(has_work, up_to - 1, count + offs - up_to)
     entry = tl.where(has_work, (own.to(tl.int64) << 32) | offs, -1)
-    list_ptr = (routing_ptr + ROUTING_HEADER).to(tl.pointer_type(tl.int64), bitcast=True)
-    tl.store(list_ptr + place, entry, mask=offs < num_pairs)
+    tl.store(pair_list(routing_ptr) + place, entry, mask=offs < num_pairs)
     tl.store(routing_ptr, count)
 
 

@@ -6,7 +6,6 @@ asks for one after another, in rising order, so a few of them suffice.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -36,9 +35,8 @@ class MergedExperts:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return merged weights; one expert's for an int, or a tensor that holds one."""
-        if not isinstance(index, int) and not (
-            isinstance(index, torch.Tensor) and index.dim() == 0
-        ):
+        is_scalar = isinstance(index, torch.Tensor) and index.dim() == 0
+        if not is_scalar and not isinstance(index, int):
             return self.whole()[index]
         expert = int(index)
         if not 0 <= expert - self._first < len(self._run):
@@ -48,11 +46,8 @@ class MergedExperts:
 
     def view(self, *shape: Any) -> Any:
         """Return itself as what it is: one expert after another (DBRX's parameters are flat)."""
-        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        unknown = self.weight.numel() // max(1, -math.prod(sizes))
-        if tuple(unknown if n == -1 else n for n in sizes) == self.weight.shape:
-            return self
-        return self.whole().view(*shape)
+        same = self.weight.view(*shape).shape == self.shape
+        return self if same else self.whole().view(*shape)
 
     def whole(self) -> torch.Tensor:
         """Return all experts' merged weights."""
@@ -80,11 +75,12 @@ class MergedExperts:
         if self.stacks is None:
             return some.to(self.compute)
         base = self.stacks.module
+        total = some.to(torch.float64, copy=True)
         # LongCat's parameter has rows for experts that are no experts
-        own = some[: max(0, base.num_experts - first)].double()
+        own = total[: max(0, base.num_experts - first)]
         delta = self.stacks.run(first, first + len(own), some.device)
         own += delta.transpose(1, 2) if base.transposed else delta
-        return torch.cat([own.float(), some[len(own) :].float()]).to(self.compute)
+        return total.float().to(self.compute)
 
 
 @contextmanager

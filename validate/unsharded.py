@@ -71,7 +71,7 @@ class Unsharded:
     def installed(self) -> Iterator[Unsharded]:
         """Run the model with the file's deltas for the time of the block."""
         handles, modules = [], {path: self.model.get_submodule(path) for path in self.owners}
-        experts = [modules[path] for path, some in self.owners.items() if some[0].module.is_expert]
+        experts = [module for path, module in modules.items() if self._experts(path)]
         try:
             for path, module in modules.items():
                 handles.append(
@@ -116,8 +116,8 @@ class Unsharded:
 
     def _experts(self, path: str) -> BaseModule | None:
         """Return a parameter of the experts that are called by this path; None where it is plain."""
-        base = self.owners[path][0].module.base
-        return base if base.kind == "expert" else None
+        module = self.owners[path][0].module
+        return module.base if module.is_expert else None
 
     def _merged(
         self, weight: torch.Tensor, experts: BaseModule, planned: PlannedModule | None

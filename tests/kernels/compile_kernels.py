@@ -188,7 +188,7 @@ def odd_calls() -> None:
 
 
 def main() -> None:
-    calls = {"--all": all_calls, "--odd": odd_calls}.get("".join(sys.argv[1:2]), each_kernel)
+    calls = all_calls if "--all" in sys.argv else odd_calls if "--odd" in sys.argv else each_kernel
     for name in [a for a in sys.argv[1:] if not a.startswith("--")] or TARGETS:
         for row in compile_for(name, calls):
             print(json.dumps(row), flush=True)

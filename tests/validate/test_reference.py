@@ -126,14 +126,20 @@ def test_a_merged_weight_is_not_rounded_to_bf16(bench: LensBench) -> None:
     assert bench.reference[0].name == "the file's own deltas"  # since PEFT is wrong here
 
 
+def bench_of(workshop: Workshop, family: str) -> LensBench:
+    """Return a bench whose model is loaded, of an adapter on everything."""
+    adapter = workshop.adapter(family, "everything")
+    bench = LensBench(workshop.shards(adapter), adapter)
+    bench.run("logits")
+    return bench
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4_text", "longcat_flash"])
 def test_experts_merged_a_few_at_a_time_are_base_plus_delta(
     workshop: Workshop, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In runs of three, so that the last one is shorter; asked for in any order, and in any way."""
-    adapter = workshop.adapter(family, "everything")
-    bench = LensBench(workshop.shards(adapter), adapter)
-    bench.run("logits")
+    bench = bench_of(workshop, family)
     planned = [p for p in bench.plan.modules if p.module.is_expert]
     assert planned
     for one in planned:
@@ -168,9 +174,7 @@ def test_a_layers_experts_are_never_all_merged_at_once(
     workshop: Workshop, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever form the model has: a loop, batched products, flat parameters."""
-    adapter = workshop.adapter(family, "everything")
-    bench = LensBench(workshop.shards(adapter), adapter)
-    bench.run("logits")
+    bench = bench_of(workshop, family)
     merged: list[int] = []
     merge = MergedExperts._merge
 
