@@ -1,11 +1,15 @@
 """`fused_moe_lora_activation`: gate_up delta and activation in one pass."""
 
 import dataclasses
+from typing import Any
 
 import torch
 
 from moelora.kernels import ops, tiles
-from moelora.kernels.activation_kernels import _expand_activation_kernel
+from moelora.kernels.activation_kernels import (
+    _activate_base_pairs_kernel,
+    _expand_activation_kernel,
+)
 from moelora.kernels.arguments import check_activation
 from moelora.kernels.forms import FormPlan, check_form, plans, remember
 from moelora.kernels.fused import call_key, tensor_key
@@ -26,6 +30,9 @@ from moelora.kernels.routing import (
 )
 from moelora.kernels.tiles import MAX_PROGRAMS_PER_SM, cdiv
 from moelora.kernels.workspace import MoeLoraWorkspace
+
+# Tiles of the kernel for pairs without an adapter: pairs looked at, of these rows at a time, columns.
+BASE_PAIRS, BASE_ROWS, BASE_COLUMNS = 64, 8, 256
 
 
 def fused_moe_lora_activation(
@@ -94,36 +101,77 @@ def _activation_plan(
     num_pairs, num_groups = s.num_tokens * s.top_k, s.num_adapters * s.num_local_experts
     expected = num_pairs if routing is None else routing.expected_pairs
     block_m = 0 if routing is None else routing.block_m
-    block_m = block_m or tiles.choose_block_m(num_pairs, num_groups, expected, s.rank) or 16
-    gated = activation != "relu2"
-    features = s.out_features // 2 if gated else s.out_features
+    block_m = block_m or tiles.rows_of_a_tile(num_groups, expected, s.rank)
+    constants = _constants(p, act, activation)
+    features, parts = _features(p, activation), 1 + constants["IS_GATED"]
     shrink, tile, in_use = grouped_shrink(p, block_m, expected)
     expand = tiles.activation_tile(
-        in_use, block_m, s.rank, features, 1 + gated, gpu, p.x.element_size()
+        in_use, block_m, s.rank, features, parts, gpu, p.x.element_size()
     )
     capacity = max_tiles(num_pairs, num_groups, block_m)
-    items = max(capacity, cdiv(num_pairs, 16))
-    items *= cdiv(cdiv(features, expand.block_n), expand.blocks)
+    few_local = 2 * expected < num_pairs  # then a kernel of their own finds those without adapter
+    rows = capacity if few_local else max(capacity, cdiv(num_pairs, 16))
+    items = rows * cdiv(cdiv(features, expand.block_n), expand.blocks)
     last = Launch(
         _expand_activation_kernel,
         min(items, MAX_PROGRAMS_PER_SM * gpu.sms),
-        (p.scaling, limit, alpha, num_pairs, capacity, s.num_adapters,
-         s.num_local_experts, features, *act.stride()[:2], *p.output.stride()[:2], *p.b_strides,
-         *p.scaling_strides, *p.id_strides),
+        (p.scaling, limit, alpha, num_pairs, capacity, s.num_adapters, s.num_local_experts,
+         features, *act.stride()[:2], *p.output.stride()[:2], *p.b_strides, *p.scaling_strides,
+         *p.id_strides),
         {
-            "TOP_K": s.top_k, "RANK": s.rank, "A_SLICES": s.a_slices, "ACTIVATION": activation,
-            "IS_GATED": gated, "IS_INTERLEAVED": s.interleaved,
+            **constants, "RANK": s.rank, "A_SLICES": s.a_slices,
             "USE_SCALING_TENSOR": p.scaling_per_group is not None, "SPLIT_K": tile.split_k,
-            "BLOCK_M": block_m, "BLOCK_N": expand.block_n,
-            "BLOCK_R": expand.block_r, "BLOCKS": expand.blocks,
-            "N_MULTIPLE": known_multiple(features, *act.stride()[:2], *p.output.stride()[:2]),
-            "B_MULTIPLE": p.b_multiple, "USE_PDL": early,
+            "BLOCK_M": block_m, "BLOCK_N": expand.block_n, "BLOCK_R": expand.block_r,
+            "BLOCKS": expand.blocks, "B_MULTIPLE": p.b_multiple, "WITH_BASE": not few_local,
         },
         num_warps=expand.num_warps, num_stages=expand.num_stages, early=early,
     )  # fmt: skip
-    elements = tile.split_k * num_pairs * s.a_slices * s.rank
-    dtype = p.x.dtype if tile.split_k == 1 else torch.float32
-    return FormPlan(shrink, last, elements, dtype, block_m, expected)
+    return FormPlan(
+        shrink, last, tile.split_k * num_pairs * s.a_slices * s.rank,
+        p.x.dtype if tile.split_k == 1 else torch.float32,
+        base=_base_launch(p, act, activation, limit, alpha) if few_local else None,
+        block_m=block_m,
+        num_local_experts=s.num_local_experts,
+    )  # fmt: skip
+
+
+def _base_launch(
+    p: Problem, act: torch.Tensor, activation: str, limit: float, alpha: float
+) -> Launch:
+    """Return the launch for the pairs of local experts that have no adapter."""
+    s = p.sizes
+    features, early = _features(p, activation), can_launch_early(p.x.device)
+    block_n = tiles.power_of_2(features, 16, BASE_COLUMNS)
+    items = cdiv(s.num_tokens * s.top_k, BASE_PAIRS) * cdiv(features, block_n)
+    return Launch(
+        _activate_base_pairs_kernel,
+        min(items, MAX_PROGRAMS_PER_SM * gpu_of(p.x.device).sms),
+        (limit, alpha, s.num_tokens * s.top_k, s.num_adapters, s.num_local_experts, features,
+         *act.stride()[:2], *p.output.stride()[:2], *p.id_strides),
+        {
+            **_constants(p, act, activation), "BLOCK_P": BASE_PAIRS, "ROWS": BASE_ROWS,
+            "BLOCK_N": block_n,
+        },
+        early=early,
+    )  # fmt: skip
+
+
+def _features(p: Problem, activation: str) -> int:
+    """Return I."""
+    return p.sizes.out_features if activation == "relu2" else p.sizes.out_features // 2
+
+
+def _constants(p: Problem, act: torch.Tensor, activation: str) -> dict[str, Any]:
+    """Return what both kernels are compiled for."""
+    strides = (*act.stride()[:2], *p.output.stride()[:2])
+    return {
+        "TOP_K": p.sizes.top_k,
+        "ACTIVATION": activation,
+        "IS_GATED": activation != "relu2",
+        "IS_INTERLEAVED": p.sizes.interleaved,
+        "N_MULTIPLE": known_multiple(_features(p, activation), *strides),
+        "USE_PDL": can_launch_early(p.x.device),
+    }
 
 
 def _mixed(p: Problem, activation: str) -> bool:
@@ -145,15 +193,15 @@ def _run_activation(
 ) -> None:
     stream = raw_stream(x.device)
     if routing is None or routing.block_m == 0:
-        num_adapters = lora_b.shape[0]
-        num_local = plan.last.numbers[6]
         routing = build_routing_eager(
-            topk_ids, mapping, num_adapters, int(num_local), plan.routing_block_m, workspace, 0
+            topk_ids, mapping, lora_b.shape[0], plan.num_local_experts, plan.block_m, workspace, 0
         )
     y = partials(plan.partial_elements, plan.partial_dtype, x.device, workspace)
     assert plan.shrink is not None
     plan.shrink(stream, x, lora_a, y, routing.buffer)
     plan.last(stream, act, gate_up, y, lora_b, routing.buffer, topk_ids, mapping, per_group)
+    if plan.base is not None:
+        plan.base(stream, act, gate_up, topk_ids, mapping)
 
 
 def _interpret_activation(

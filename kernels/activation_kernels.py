@@ -1,4 +1,4 @@
-"""The expand kernel that ends in the activation: act = activation(gate_up + delta) in one pass.
+"""The kernels that end gate_up in the activation: act = activation(gate_up + delta) in one pass.
 
 The delta of gate_up is never written. Letters and USE_PDL as in grouped.py; I is half of N, or N
 for experts without a gate.
@@ -54,6 +54,53 @@ def load_gate_up(
     return gate.to(tl.float32), up.to(tl.float32)
 
 
+@triton.jit
+def activate_base_pairs(
+    act_ptr, gate_up_ptr, topk_ids_ptr, mapping_ptr, limit, alpha, num_pairs, num_adapters,
+    num_local_experts, features, stride_ct, stride_ck, stride_ot, stride_ok,
+    stride_it, stride_ik, stride_mt,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Activate the pairs of local experts that have no adapter; touch no other.
+
+    One item of a program's is (BLOCK_P pairs, BLOCKS blocks of I): those of the pairs in which there is
+    work, ROWS at a time.
+    """
+    num_blocks = tl.cdiv(features, BLOCK_N)
+    items_per_row = tl.cdiv(num_blocks, BLOCKS)
+    num_items = tl.cdiv(num_pairs, BLOCK_P) * items_per_row
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        pairs = (item // items_per_row) * BLOCK_P + tl.arange(0, BLOCK_P)
+        virtual_ids, is_local = load_virtual_ids(
+            topk_ids_ptr, mapping_ptr, pairs, num_pairs, num_adapters, num_local_experts,
+            stride_it, stride_ik, stride_mt, TOP_K,
+        )  # fmt: skip
+        is_base = (is_local & (virtual_ids < 0)).to(tl.int32)
+        order = tl.cumsum(is_base, axis=0) * is_base  # 1 for the first such pair, 2 for the next
+        count = tl.sum(is_base, axis=0)
+        first_block = (item % items_per_row) * BLOCKS
+        for start in range(0, count, ROWS):
+            place = start + tl.arange(0, ROWS)
+            mask_m = place < count
+            is_chosen = order[None, :] == (place + 1)[:, None]  # (ROWS, BLOCK_P)
+            pair = tl.sum(tl.where(is_chosen, pairs[None, :], 0), axis=1)
+            token, k = (pair // TOP_K).to(tl.int64), (pair % TOP_K).to(tl.int64)
+            in_rows = gate_up_ptr + token * stride_ot + k * stride_ok
+            act_rows = act_ptr + token * stride_ct + k * stride_ck
+            for block in range(first_block, tl.minimum(first_block + BLOCKS, num_blocks)):
+                offs_j = block * BLOCK_N + tl.arange(0, BLOCK_N)
+                mask_j = offs_j < features
+                gate, up = load_gate_up(
+                    in_rows, offs_j, mask_m, mask_j, block * BLOCK_N, features,
+                    IS_GATED, IS_INTERLEAVED, BLOCK_N,
+                )  # fmt: skip
+                act = activate(gate, up, limit, alpha, ACTIVATION).to(act_ptr.dtype.element_ty)
+                mask = mask_m[:, None] & mask_j[None, :]
+                tl.store(act_rows[:, None] + offs_j[None, :], act, mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_pairs", "tile_capacity", "scaling_value", "limit", "alpha"])
 def _expand_activation_kernel(
     act_ptr,  # (T, K, I), out
@@ -99,13 +146,10 @@ def _expand_activation_kernel(
     BLOCKS: tl.constexpr,  # blocks of I that one item goes through with the same y
     N_MULTIPLE: tl.constexpr,
     B_MULTIPLE: tl.constexpr,
+    WITH_BASE: tl.constexpr,  # whether pairs without an adapter are this kernel's too
     USE_PDL: tl.constexpr,
 ):
-    """Grid (any,), strided. One item is (tile, BLOCKS blocks of I); then 16 pairs without delta.
-
-    Pairs of local experts without an adapter are activated as they are; pairs of experts elsewhere
-    are not touched.
-    """
+    """Grid (any,), strided. One item is (tile, BLOCKS blocks of I); then `activate_base_pairs`."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -170,31 +214,56 @@ def _expand_activation_kernel(
                 )  # fmt: skip
             act = activate(gate, up, limit, alpha, ACTIVATION).to(act_ptr.dtype.element_ty)
             tl.store(act_rows[:, None] + offs_j[None, :], act, mask=mask)
-
-    # the rest: 16 pairs and BLOCKS blocks of I at a time, the pairs without an adapter among them
-    num_items = tl.cdiv(num_pairs, 16) * items_per_tile
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        pairs = (item // items_per_tile) * 16 + tl.arange(0, 16)
-        virtual_ids, is_local = load_virtual_ids(
-            topk_ids_ptr, mapping_ptr, pairs, num_pairs, num_adapters, num_local_experts,
-            stride_it, stride_ik, stride_mt, TOP_K,
+    if WITH_BASE:
+        activate_base_pairs(
+            act_ptr, gate_up_ptr, topk_ids_ptr, mapping_ptr, limit, alpha, num_pairs, num_adapters,
+            num_local_experts, features, stride_ct, stride_ck, stride_ot, stride_ok,
+            stride_it, stride_ik, stride_mt,
+            TOP_K, ACTIVATION, IS_GATED, IS_INTERLEAVED, 16, 16, BLOCK_N, BLOCKS,
         )  # fmt: skip
-        is_base = is_local & (virtual_ids < 0)
-        if tl.max(is_base.to(tl.int32), axis=0) > 0:
-            token, k = (pairs // TOP_K).to(tl.int64), (pairs % TOP_K).to(tl.int64)
-            in_rows = gate_up_ptr + token * stride_ot + k * stride_ok
-            act_rows = act_ptr + token * stride_ct + k * stride_ck
-            first_block = (item % items_per_tile) * BLOCKS
-            for block in range(first_block, tl.minimum(first_block + BLOCKS, num_blocks)):
-                offs_j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-                mask_j = offs_j < features
-                gate, up = load_gate_up(
-                    in_rows, offs_j, is_base, mask_j, block * BLOCK_N, features,
-                    IS_GATED, IS_INTERLEAVED, BLOCK_N,
-                )  # fmt: skip
-                act = activate(gate, up, limit, alpha, ACTIVATION).to(act_ptr.dtype.element_ty)
-                tl.store(
-                    act_rows[:, None] + offs_j[None, :],
-                    act,
-                    mask=is_base[:, None] & mask_j[None, :],
-                )
+
+
+@triton.jit(do_not_specialize=["num_pairs", "limit", "alpha"])
+def _activate_base_pairs_kernel(
+    act_ptr,  # (T, K, I), out
+    gate_up_ptr,  # (T, K, N), the base output
+    topk_ids_ptr,  # (T, K) int
+    mapping_ptr,  # (T,) int
+    limit,
+    alpha,
+    num_pairs,
+    num_adapters,
+    num_local_experts,
+    features,  # I
+    stride_ct,
+    stride_ck,
+    stride_ot,
+    stride_ok,
+    stride_it,
+    stride_ik,
+    stride_mt,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    N_MULTIPLE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Grid (any,), strided. See `activate_base_pairs`."""
+    if USE_PDL:
+        # What is read here was written before the kernels that this one follows waited for it.
+        tl.extra.cuda.gdc_launch_dependents()
+    features = aligned(features, N_MULTIPLE)
+    stride_ot, stride_ok = aligned(stride_ot, N_MULTIPLE), aligned(stride_ok, N_MULTIPLE)
+    stride_ct, stride_ck = aligned(stride_ct, N_MULTIPLE), aligned(stride_ck, N_MULTIPLE)
+    activate_base_pairs(
+        act_ptr, gate_up_ptr, topk_ids_ptr, mapping_ptr, limit, alpha, num_pairs, num_adapters,
+        num_local_experts, features, stride_ct, stride_ck, stride_ot, stride_ok,
+        stride_it, stride_ik, stride_mt,
+        TOP_K, ACTIVATION, IS_GATED, IS_INTERLEAVED, BLOCK_P, ROWS, BLOCK_N, 1,
+    )  # fmt: skip
+    if USE_PDL:  # what follows this kernel relies on all before it
+        tl.extra.cuda.gdc_wait()

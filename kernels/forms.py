@@ -19,14 +19,19 @@ plans: dict[tuple[Any, ...], Any] = {}
 
 @dataclass
 class FormPlan:
-    """The shrink, the kernel that ends the stage, and the rank vectors between them."""
+    """The shrink, the kernel that ends the stage, and the rank vectors between them.
+
+    base: of the activation, the kernel for pairs without an adapter, if they have their own.
+    block_m: of the routing.
+    """
 
     shrink: Launch | None
     last: Launch
     partial_elements: int
     partial_dtype: torch.dtype
-    routing_block_m: int = 0
-    expected_pairs: int = 0
+    base: Launch | None = None
+    block_m: int = 0
+    num_local_experts: int = 0
 
 
 def remember(key: tuple[Any, ...], plan: FormPlan) -> FormPlan:

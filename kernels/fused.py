@@ -13,6 +13,7 @@ from moelora.kernels.routing import MAX_CACHED, MoeLoraRouting
 from moelora.kernels.workspace import MoeLoraWorkspace
 
 _plans: dict[tuple[Any, ...], Plan | None] = {}
+_UNKNOWN: Any = object()  # None is a plan: nothing to do
 
 
 def fused_moe_lora(
@@ -54,13 +55,14 @@ def fused_moe_lora(
     traced = ops.goes_through_operator(output, x, topk_ids)
     if not INTERPRETED and not traced:
         key = call_key(tensors, scaling, topk_weights, routing, workspace) + options
-        if key not in _plans:
+        plan = _plans.get(key, _UNKNOWN)
+        if plan is _UNKNOWN:
             problem = _check(*tensors, scaling, topk_weights, *options)
             if len(_plans) >= MAX_CACHED:
                 _plans.clear()
-            _plans[key] = add_plan(problem, routing)
+            plan = _plans[key] = add_plan(problem, routing)
         per_group = scaling if isinstance(scaling, torch.Tensor) else None
-        _run(_plans[key], *tensors, per_group, topk_weights, routing, workspace)
+        _run(plan, *tensors, per_group, topk_weights, routing, workspace)
         return output
     problem = _check(*tensors, scaling, topk_weights, *options)
     if not traced:

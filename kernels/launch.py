@@ -77,7 +77,7 @@ class Launch:
         *, num_warps: int = 4, num_stages: int = 2, early: bool = False, fusion: bool = True,
     ) -> None:  # fmt: skip
         """fusion: whether a product and a sum may be rounded together."""
-        self._kernel, self._grid, self.numbers = kernel, grid, tuple(numbers)
+        self._kernel, self._grid, self._numbers = kernel, grid, tuple(numbers)
         self._constants = constants
         self._options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
         if early:
@@ -85,7 +85,7 @@ class Launch:
         if not fusion:
             self._options["enable_fp_fusion"] = False
         self._compiled: Any = None
-        self._tail = (*self.numbers, *constants.values())
+        self._tail = (*self._numbers, *constants.values())
 
     def __call__(self, stream: int | None, *tensors: torch.Tensor | None) -> None:
         """Launch on `stream` (a raw handle; None: the current one, through Triton)."""
@@ -98,7 +98,7 @@ class Launch:
             )  # fmt: skip
             return
         self._compiled = self._kernel[(self._grid,)](
-            *tensors, *self.numbers, **self._constants, **self._options
+            *tensors, *self._numbers, **self._constants, **self._options
         )
 
 

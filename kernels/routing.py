@@ -23,7 +23,7 @@ from moelora.kernels.routing_kernels import (
     _scatter_pairs_kernel,
 )
 from moelora.kernels.tiles import (
-    MOST_LISTED,
+    MOST_PAIRS,
     cdiv,
     choose_block_m,
     lists_pairs,
@@ -221,7 +221,7 @@ def _prepare(
     ids = (num_adapters, num_local_experts, *topk_ids.stride(), token_lora_mapping.stride(0))
     top_k = topk_ids.shape[1]
     if block_m == 0:
-        block = power_of_2(num_pairs, 32, MOST_LISTED)
+        block = power_of_2(num_pairs, 32, MOST_PAIRS)
         return [
             Launch(
                 _list_pairs_kernel, 1, (num_pairs, *ids),

@@ -8,10 +8,12 @@ import math
 from typing import NamedTuple
 
 MAX_PROGRAMS_PER_SM = 32  # of a grouped kernel; more work than that goes in strides
-# How many pairs, most of them elsewhere, are listed for the pairwise kernels.
-LEAST_LISTED, MOST_LISTED = 32, 1024
+# Up to how many pairs the pairwise kernels may take, those elsewhere included.
+MOST_PAIRS = 2048
+# From how many pairs on these are listed, where most are elsewhere.
+LEAST_LISTED = 32
 # Elements that pairs may read again because a group is not read once for all of them.
-MOST_REPEATED = 50_000_000
+MOST_REPEATED = 60_000_000
 
 
 class Gpu(NamedTuple):
@@ -56,16 +58,20 @@ def expected_groups(num_pairs: int, num_groups: int) -> float:
 def prefers_pairs(
     num_pairs: int, num_groups: int, expected_pairs: int, rank: int, group_elements: int
 ) -> bool:
-    """Whether to skip the routing: few pairs, of which hardly two share a group's weights.
+    """Whether to skip the routing: pairs that hardly share a group's weights.
 
-    Every pair with work costs programs in proportion to r: with a large r the limit is lower. Pairs
-    that share a group read it once each: that must cost less than the routing and its launches do.
+    Pairs that share a group read it once each: that must cost less than the routing and its launches
+    do. Without `group_elements` that cost is not known, and the limits are lower.
     """
-    groups = expected_groups(expected_pairs, num_groups)
-    repeated = (expected_pairs - groups) * group_elements
-    few = expected_pairs <= (512 if rank <= 32 else 128)
-    few &= num_pairs <= 512 or lists_pairs(num_pairs, expected_pairs)
-    return few and expected_pairs < 1.6 * groups and repeated < MOST_REPEATED
+    if num_pairs > MOST_PAIRS:
+        return False
+    if group_elements == 0:
+        few = expected_pairs <= (512 if rank <= 32 else 128)
+        return few and expected_pairs < 1.6 * expected_groups(expected_pairs, num_groups)
+    if expected_pairs < num_pairs:  # popular experts may be here
+        expected_pairs = min(num_pairs, 3 * expected_pairs // 2)
+    shared = expected_pairs - expected_groups(expected_pairs, num_groups)
+    return shared * group_elements < MOST_REPEATED
 
 
 def lists_pairs(num_pairs: int, expected_pairs: int) -> bool:
@@ -73,7 +79,7 @@ def lists_pairs(num_pairs: int, expected_pairs: int) -> bool:
 
     That is one more launch, and no programs for the pairs that are elsewhere.
     """
-    return LEAST_LISTED <= num_pairs <= MOST_LISTED and 2 * expected_pairs < num_pairs
+    return LEAST_LISTED <= num_pairs <= MOST_PAIRS and 2 * expected_pairs < num_pairs
 
 
 def pairs_with_programs(num_pairs: int, expected_pairs: int, rank: int) -> int:
@@ -92,13 +98,17 @@ def pairs_with_programs(num_pairs: int, expected_pairs: int, rank: int) -> int:
 def choose_block_m(
     num_pairs: int, num_groups: int, expected_pairs: int, rank: int, group_elements: int = 0
 ) -> int:
-    """Return the rows of a tile: the smallest that does not cut a typical group too often.
+    """Return the rows of a tile, or 0 where the pairwise kernels are the better choice.
 
-    0 where the pairwise kernels are the better choice. group_elements: of the factors of one group,
-    all stages that the choice is for; 0 if unknown.
+    group_elements: of the factors of one group, all stages that the choice is for; 0 if unknown.
     """
     if prefers_pairs(num_pairs, num_groups, expected_pairs, rank, group_elements):
         return 0
+    return rows_of_a_tile(num_groups, expected_pairs, rank)
+
+
+def rows_of_a_tile(num_groups: int, expected_pairs: int, rank: int) -> int:
+    """Return the smallest tile that does not cut a typical group too often."""
     rows = expected_pairs / max(1, min(num_groups, expected_pairs))
     if rank <= 32:
         return 16 if rows <= 24 else 32

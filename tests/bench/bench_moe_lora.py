@@ -19,7 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
-from moelora.kernels import MoeLoraWorkspace, allocate_workspace, build_routing, fused_moe_lora
+from moelora.kernels import (
+    MoeLoraRouting,
+    MoeLoraWorkspace,
+    allocate_workspace,
+    build_routing,
+    fused_moe_lora,
+)
 
 DEVICE = "cuda"
 
@@ -102,22 +108,26 @@ def without_the_rest(m: Model, batch: Batch) -> Batch:
     return alone
 
 
-def call(m: Model, w: Weights, experts: int) -> Callable[[Batch], None]:
-    """Return a function that runs routing and both stages. experts: of all ranks."""
+def call(
+    m: Model, w: Weights, experts: int
+) -> tuple[Callable[[Batch], MoeLoraRouting], Callable[[Batch, MoeLoraRouting], None]]:
+    """Return a function for the routing, and one for both stages. experts: of all ranks."""
     adapters, r = len(w.scaling), w.a_down.shape[2]
     sizes = {"num_adapters": adapters, "num_local_experts": m.local_experts}
     hints = {"num_global_experts": experts, "rank": r, "group_elements": w.group_elements()}
     workspaces: dict[torch.Size, MoeLoraWorkspace] = {}
 
-    def run(b: Batch) -> None:
+    def route(b: Batch) -> MoeLoraRouting:
         workspace = workspaces.get(b.ids.shape)
         if workspace is None:
             workspace = workspaces[b.ids.shape] = allocate_workspace(
                 num_tokens=b.ids.shape[0], top_k=b.ids.shape[1], columns=2 * r, device=DEVICE,
                 **sizes,
             )  # fmt: skip
-        common = {"scaling": w.scaling, "workspace": workspace}
-        routing = build_routing(b.ids, b.slots, workspace=workspace, **sizes, **hints)
+        return build_routing(b.ids, b.slots, workspace=workspace, **sizes, **hints)
+
+    def stages(b: Batch, routing: MoeLoraRouting) -> None:
+        common = {"scaling": w.scaling, "workspace": workspaces[b.ids.shape]}
         fused_moe_lora(
             b.gate_up, b.x, w.a_gate_up, w.b_gate_up, b.ids, b.slots, a_slices=2, routing=routing,
             **common,
@@ -127,7 +137,7 @@ def call(m: Model, w: Weights, experts: int) -> Callable[[Batch], None]:
             topk_weights=b.weights, **common,
         )  # fmt: skip
 
-    return run
+    return route, stages
 
 
 def graph_time(calls: list[Callable[[], None]]) -> float:
@@ -166,7 +176,8 @@ def expert_parallel(ranks: list[int], sizes: list[int]) -> None:
                     runs = [call(DEEPSEEK, w, experts) for w in weights]
                     times.append(
                         graph_time([
-                            lambda b=b, run=runs[i % 2]: run(b) for i, b in enumerate(group)
+                            lambda b=b, run=runs[i % 2]: run[1](b, run[0](b))
+                            for i, b in enumerate(group)
                         ])
                     )  # fmt: skip
                 pairs = statistics.median(len(b.ids) for b in alone)
@@ -176,22 +187,36 @@ def expert_parallel(ranks: list[int], sizes: list[int]) -> None:
                 )
 
 
+def host_microseconds(call: Callable[[], object]) -> str:
+    """Return "best / median" of a call's host time, over batches short enough never to wait."""
+    found = []
+    for _ in range(25):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(30):
+            call()
+        found.append((time.perf_counter() - start) / 30 * 1e6)
+    torch.cuda.synchronize()
+    return f"{min(found[1:]):.1f} / {statistics.median(found[1:]):.1f}"
+
+
 def host_time() -> None:
-    print("\n| host: model | tokens | µs per eager call |")
-    print("|--|--|--|")
+    """Print the host's time per eager call, beside that of the shortest call that torch has."""
+    one = torch.zeros(16, device=DEVICE)
+    print(f"\nhost: torch's `add_` of 16 numbers takes {host_microseconds(lambda: one.add_(1))} µs")
+    print("\n| host: model | tokens | routing: best / median µs | both stages | all |")
+    print("|--|--|--|--|--|")
     weights = Weights.draw(QWEN3, 8, 16)
-    run = call(QWEN3, weights, QWEN3.experts)
+    route, stages = call(QWEN3, weights, QWEN3.experts)
     for tokens in (1, 16, 64, 256, 1024):
         batch = draw(QWEN3, tokens, 8)
-        found = []
-        for _ in range(9):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(30):
-                run(batch)
-            found.append((time.perf_counter() - start) / 30 * 1e6)
-        print(f"| {QWEN3.name} | {tokens} | {statistics.median(found[1:]):.1f} |")
-    torch.cuda.synchronize()
+        routing = route(batch)
+        columns = (
+            lambda b=batch: route(b),
+            lambda b=batch, r=routing: stages(b, r),
+            lambda b=batch: stages(b, route(b)),
+        )
+        print(f"| {QWEN3.name} | {tokens} | {' | '.join(map(host_microseconds, columns))} |")
 
 
 if __name__ == "__main__":

@@ -132,16 +132,20 @@ def meta_call(
     )  # fmt: skip
     scaling, weights = empty(8, 1, 1, of=torch.float32), empty(tokens, 8, of=torch.float32)
     layout = "interleaved" if interleaved else "concatenated"
+    routing = None
+    if ep > 1:
+        routing = build_routing(
+            ids, mapping, num_adapters=8, num_local_experts=128, num_global_experts=128 * ep,
+            rank=rank,
+        )  # fmt: skip
     if activation:
         fused_moe_lora_activation(
             empty(tokens, 8, features), *tensors, scaling=scaling, a_slices=slices,
-            activation=activation, gate_up_layout=layout,
+            activation=activation, gate_up_layout=layout, routing=routing,
         )  # fmt: skip
     elif combine:
         fused_moe_lora_combine(empty(tokens, out), *tensors, scaling=scaling, topk_weights=weights)
     else:
-        sizes = {"num_adapters": 8, "num_local_experts": 128, "num_global_experts": 128 * ep}
-        routing = build_routing(ids, mapping, rank=rank, **sizes) if ep > 1 else None
         fused_moe_lora(
             *tensors, scaling=scaling, a_slices=slices, gate_up_layout=layout,
             topk_weights=weights if down else None, routing=routing,
@@ -155,7 +159,7 @@ def each_kernel() -> None:
     meta_call(64, rank=64)  # routing by comparing, short tiles
     meta_call(65536, rank=64, down=True)  # routing by counting, tall tiles
     meta_call(64, activation="silu")
-    meta_call(64, activation="gpt_oss", interleaved=True)
+    meta_call(64, activation="gpt_oss", interleaved=True, ep=8)
     meta_call(64, activation="relu2")
     meta_call(16, down=True, combine=True)
 
@@ -183,7 +187,10 @@ def odd_calls() -> None:
         for rank in (8, 24):
             meta_call(tokens, rank=rank)
         meta_call(tokens, down=True, hidden=2880, features=360)
-        meta_call(tokens, hidden=2880, features=360, activation="gpt_oss", interleaved=True)
+        for ep in (1, 8):
+            meta_call(
+                tokens, hidden=2880, features=360, activation="gpt_oss", interleaved=True, ep=ep
+            )
         meta_call(tokens, down=True, hidden=2880, features=360, combine=True)
 
 

@@ -83,12 +83,18 @@ def add(case: Case, at_end: bool, block_m: int, ep: int) -> None:
         fused_moe_lora(p.output, *p.args, **p.kwargs, routing=found)
 
 
-def forms(gate_up: Case, down: Case, at_end: bool) -> None:
+def forms(gate_up: Case, down: Case, at_end: bool, ep: int) -> None:
     p, q = guarded_problem(gate_up, at_end), guarded_problem(down, at_end)
     options = {k: q.kwargs[k] for k in ("scaling", "topk_weights", "num_local_experts")}
     with all_guarded(at_end):
         act = torch.empty(gate_up.T, gate_up.K, gate_up.N // 2)
-        fused_moe_lora_activation(act, p.output, *p.args, **p.kwargs, activation="silu")
+        found = build_routing(
+            *p.args[3:], num_adapters=gate_up.L, num_local_experts=gate_up.E,
+            num_global_experts=ep * gate_up.E, block_m=16,
+        )  # fmt: skip
+        fused_moe_lora_activation(
+            act, p.output, *p.args, **p.kwargs, activation="silu", routing=found
+        )
         fused_moe_lora_combine(torch.empty(down.T, down.N), q.output, *q.args, **options)
 
 
@@ -113,7 +119,8 @@ def main() -> None:
             for case in (gate_up, down, full):
                 for block_m, ep in ((0, 1), (0, 9), (16, 1), (64, 1)):
                     add(case, at_end, block_m, ep)
-            forms(gate_up, down, at_end)
+            for ep in (1, 9):
+                forms(gate_up, down, at_end, ep)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 KERNELS = {
     "_count_pairs_kernel",
+    "_activate_base_pairs_kernel",
     "_expand_activation_kernel",
     "_fused_moe_lora_expand_kernel",
     "_fused_moe_lora_shrink_kernel",

@@ -48,12 +48,23 @@ def with_base_rows(p: Problem) -> torch.Tensor:
     return elsewhere
 
 
+# With these, a kernel of its own activates the pairs without an adapter: most pairs are elsewhere.
+FEW_LOCAL = [
+    # all that are local, and blocks of I
+    ("silu", Case(30, 3, 3, 5, 72, 600, 6, S=2, slots="base", dtype=torch.bfloat16)),
+    ("gpt_oss", Case(50, 3, 3, 5, 72, 52, 6, S=2, interleaved=True)),
+    ("relu2", Case(50, 3, 3, 5, 72, 37, 6)),
+]
+
+
 @pytest.mark.parametrize(
-    ("activation", "case", "block_m"),
-    [(*row, None) for row in GATE_UP] + [(*GATE_UP[0], block_m) for block_m in (0, 16, 64)],
+    ("activation", "case", "block_m", "ranks"),
+    [(*row, None, 1) for row in GATE_UP]
+    + [(*GATE_UP[0], block_m, 1) for block_m in (0, 16, 64)]
+    + [(*row, 16, 8) for row in FEW_LOCAL],
     ids=str,
 )
-def test_activation(activation: str, case: Case, block_m: int | None) -> None:
+def test_activation(activation: str, case: Case, block_m: int | None, ranks: int) -> None:
     p = make_problem(case, seed=5, device=DEVICE)
     elsewhere = with_base_rows(p)
     before = p.output.clone()
@@ -66,8 +77,9 @@ def test_activation(activation: str, case: Case, block_m: int | None) -> None:
     routing = None
     if block_m is not None:
         routing = build_routing(
-            *p.args[3:], num_adapters=case.L, num_local_experts=case.E, block_m=block_m
-        )
+            *p.args[3:], num_adapters=case.L, num_local_experts=case.E, block_m=block_m,
+            num_global_experts=ranks * case.E,
+        )  # fmt: skip
     returned = fused_moe_lora_activation(act, p.output, *p.args, **options, routing=routing)
     assert returned is act
     assert torch.equal(bits(p.output), bits(before)), "gate_up was written to"

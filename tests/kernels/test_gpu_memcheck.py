@@ -37,10 +37,16 @@ def test_listed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         run_and_check(p, routing=routing)
 
 
-def test_forms() -> None:
+@pytest.mark.parametrize("ranks", [1, 9])
+def test_forms(ranks: int) -> None:
     p, q = make_problem(GATE_UP, device="cuda"), make_problem(DOWN, device="cuda")
     act = torch.empty(9, 3, 26, dtype=torch.bfloat16, device="cuda")
-    fused_moe_lora_activation(act, p.output, *p.args, **p.kwargs, activation="silu")
+    routing = build_routing(
+        *p.args[3:], num_adapters=3, num_local_experts=5, num_global_experts=5 * ranks, block_m=16
+    )
+    fused_moe_lora_activation(
+        act, p.output, *p.args, **p.kwargs, activation="silu", routing=routing
+    )
     out = torch.empty(9, 77, dtype=torch.bfloat16, device="cuda")
     options = {k: q.kwargs[k] for k in ("scaling", "topk_weights", "num_local_experts")}
     fused_moe_lora_combine(out, q.output, *q.args, **options)

@@ -59,9 +59,14 @@ def test_decode_needs_no_routing_and_prefill_takes_taller_tiles() -> None:
     assert choose(512, 128, 512, 16) == 16  # four pairs share a group
     assert choose(65536, 128, 65536, 16) == 32 and choose(65536, 128, 65536, 64) == 64
     assert choose(512, 256, 64, 16) == 0  # most experts elsewhere: few pairs are left
-    assert choose(2048, 256, 256, 16) == 16  # too many to list
+    assert choose(4096, 256, 256, 16) == 16  # too many to list
     # 28 of 128 pairs share a group: cheap to read twice where experts are small, not where not
     assert choose(128, 256, 128, 64, 500_000) == 0 and choose(128, 256, 128, 64, 3_500_000) == 16
+    # with small experts, a group can be read several times at less than the routing costs
+    assert choose(256, 128, 256, 16, 135_000) == 0 and choose(1024, 128, 1024, 16, 135_000) == 16
+    assert choose(2048, 4096, 2048, 16, 135_000) == 0
+    # 64 of 512 pairs: popular experts may bring half as many again, which would then share groups
+    assert choose(64, 64, 64, 16, 2_000_000) == 0 and choose(512, 64, 64, 16, 2_000_000) == 16
 
 
 def test_a_list_gives_programs_to_about_the_pairs_that_are_expected() -> None:
