@@ -29,7 +29,7 @@ __all__ = list(_EXPORTS)
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"moelora.kernels.{_EXPORTS[name]}"), name)
+    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -5,15 +5,16 @@ from typing import Any
 
 import torch
 
-from moelora.kernels import ops, tiles
-from moelora.kernels.activation_kernels import (
+from . import ops, tiles
+from .activation_kernels import (
     _activate_base_pairs_kernel,
     _expand_activation_kernel,
 )
-from moelora.kernels.arguments import check_activation
-from moelora.kernels.forms import FormPlan, check_form, plans, remember
-from moelora.kernels.fused import call_key, tensor_key
-from moelora.kernels.launch import (
+from .argument_types import check_no_gradient, check_number, check_tensors, tell_autograd
+from .arguments import check_activation
+from .forms import FormPlan, check_form, check_written, plans, remember
+from .fused import NOT_OF_THE_RIGHT_KIND, call_key, tensor_key
+from .launch import (
     INTERPRETED,
     Launch,
     can_launch_early,
@@ -21,15 +22,15 @@ from moelora.kernels.launch import (
     on_device,
     raw_stream,
 )
-from moelora.kernels.plan import grouped_shrink, partials
-from moelora.kernels.problem import Problem, known_multiple
-from moelora.kernels.routing import (
+from .plan import grouped_shrink, partials
+from .problem import Problem, known_multiple
+from .routing import (
     MoeLoraRouting,
     build_routing_eager,
     max_tiles,
 )
-from moelora.kernels.tiles import MAX_PROGRAMS_PER_SM, cdiv
-from moelora.kernels.workspace import MoeLoraWorkspace
+from .tiles import MAX_PROGRAMS_PER_SM, cdiv
+from .workspace import MoeLoraWorkspace
 
 # Tiles of the kernel for pairs without an adapter: pairs looked at, of these rows at a time, columns.
 BASE_PAIRS, BASE_ROWS, BASE_COLUMNS = 64, 8, 256
@@ -61,35 +62,64 @@ def fused_moe_lora_activation(
     "relu2" (relu(h)**2, experts without a gate, N = I). Everything else as in `fused_moe_lora`.
 
     Pairs of local experts without an adapter are activated as they are. Pairs of experts
-    elsewhere get no work: their rows of `act` keep their bits.
+    elsewhere get no work: their rows of `act` keep their bits. `act` and `gate_up` must not overlap.
     """
     tensors = (gate_up, x, lora_a, lora_b, topk_ids, token_lora_mapping)
     options = (a_slices, gate_up_layout, num_local_experts, activation, limit, alpha)
-    if ops.goes_through_operator(act, *tensors):
-        p = check_form(tensors, scaling, None, *options[:3])
-        check_activation(act, gate_up, activation, p.sizes)
-        ops.fused_moe_lora_activation_op(
-            act, *tensors, p.scaling, p.scaling_per_group, activation, limit, alpha,
-            p.sizes.a_slices, gate_up_layout, p.sizes.num_local_experts,
-            *ops.routing_arguments(routing),
-        )  # fmt: skip
-        return act
-    key = ("activation", tensor_key(act), *call_key(tensors, scaling, None, routing, workspace))
-    plan = None if INTERPRETED else plans.get((*key, *options))
+    traced = ops.goes_through_operator(act, *tensors)
+    differentiable = torch.is_grad_enabled()
+    if differentiable:
+        check_no_gradient(
+            act=act, gate_up=gate_up, x=x, lora_a=lora_a, lora_b=lora_b, scaling=scaling
+        )
+    plan = None
+    if not INTERPRETED and not traced:
+        try:
+            key: tuple[Any, ...] = ("activation", tensor_key(act), *options)
+            key += call_key(tensors, scaling, None, routing, workspace)
+            plan = plans.get(key)
+        except NOT_OF_THE_RIGHT_KIND:
+            pass  # the checks say what is wrong
     if plan is None:
-        p = check_form(tensors, scaling, None, *options[:3])
-        check_activation(act, gate_up, activation, p.sizes)
+        p = _check(act, tensors, scaling, options, routing, workspace)
         if p.sizes.num_tokens * p.sizes.top_k * p.sizes.out_features == 0:
+            return act
+        if traced:
+            ops.fused_moe_lora_activation_op(
+                act, *tensors, p.scaling, p.scaling_per_group, activation, limit, alpha,
+                p.sizes.a_slices, gate_up_layout, p.sizes.num_local_experts,
+                *ops.routing_arguments(routing),
+            )  # fmt: skip
             return act
         p = dataclasses.replace(p, sizes=p.sizes._replace(interleaved=_mixed(p, activation)))
         if INTERPRETED:
-            return _interpret_activation(act, p, activation, limit, alpha, routing)
-        plan = _activation_plan(p, act, activation, limit, alpha, routing)
-        remember((*key, *options), plan)
+            return _interpret_activation(act, p, activation, limit, alpha, routing, workspace)
+        plan = remember(key, _activation_plan(p, act, activation, limit, alpha, routing))
     per_group = scaling if isinstance(scaling, torch.Tensor) else None
     with on_device(act):
         _run_activation(plan, act, *tensors, per_group, routing, workspace)
+    if differentiable:
+        tell_autograd(act)
     return act
+
+
+def _check(
+    act: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    scaling: float | torch.Tensor,
+    options: tuple[Any, ...],
+    routing: MoeLoraRouting | None,
+    workspace: MoeLoraWorkspace | None,
+) -> Problem:
+    """Return the checked problem, or raise ArgumentError or KernelUnavailableError."""
+    *shared, activation, limit, alpha = options
+    check_tensors(act=act)
+    p = check_form(tensors, scaling, None, *shared)
+    check_activation(act, p.output, activation, p.sizes)
+    check_number("limit", limit)
+    check_number("alpha", alpha)
+    check_written("act", act, workspace, routing, p.sizes)
+    return p
 
 
 def _activation_plan(
@@ -206,7 +236,7 @@ def _run_activation(
 
 def _interpret_activation(
     act: torch.Tensor, p: Problem, activation: str, limit: float, alpha: float,
-    routing: MoeLoraRouting | None,
+    routing: MoeLoraRouting | None, workspace: MoeLoraWorkspace | None,
 ) -> torch.Tensor:  # fmt: skip
     """Run in fp32 and round with torch: the interpreter computes bf16 wrongly."""
     q = p.upcast()
@@ -214,7 +244,7 @@ def _interpret_activation(
     plan = _activation_plan(q, result, activation, limit, alpha, routing)
     _run_activation(
         plan, result, q.output, q.x, q.lora_a, q.lora_b, q.topk_ids, q.mapping,
-        q.scaling_per_group, routing, None,
+        q.scaling_per_group, routing, workspace,
     )  # fmt: skip
     if result is not act:
         is_local = (p.topk_ids >= 0) & (p.topk_ids < p.sizes.num_local_experts)

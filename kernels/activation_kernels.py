@@ -7,7 +7,7 @@ for experts without a gate.
 import triton
 import triton.language as tl
 
-from moelora.kernels.parts import (
+from .parts import (
     ROUTING_HEADER,
     aligned,
     expand_dot,
@@ -15,7 +15,7 @@ from moelora.kernels.parts import (
     load_tile,
     load_y,
 )
-from moelora.kernels.routing_kernels import load_virtual_ids
+from .routing_kernels import load_virtual_ids
 
 RELU2 = tl.constexpr("relu2")
 CLAMPED = tl.constexpr("gpt_oss")

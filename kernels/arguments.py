@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from moelora.kernels.errors import ArgumentError
+from .argument_types import check_count, check_number, check_tensors
+from .errors import ArgumentError
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT_DTYPES = (torch.int32, torch.int64)
@@ -49,6 +50,9 @@ def _check_ids(name: str, ids: torch.Tensor, shape: tuple[int, ...]) -> None:
 def _check_floats(x: torch.Tensor, **others: torch.Tensor) -> None:
     if x.dtype not in FLOAT_DTYPES:
         raise ArgumentError("x", "dtype bfloat16, float16 or float32", str(x.dtype))
+    types = {tensor.dtype for tensor in others.values()}
+    if len(types) == 1 and x.dtype not in types:  # x is the odd one out
+        raise ArgumentError("x", f"dtype {types.pop()}, as all others", str(x.dtype))
     for name, tensor in others.items():
         if tensor.dtype != x.dtype:
             raise ArgumentError(name, f"dtype {x.dtype}, as x", str(tensor.dtype))
@@ -56,6 +60,9 @@ def _check_floats(x: torch.Tensor, **others: torch.Tensor) -> None:
 
 def _check_layout(x: torch.Tensor, **others: torch.Tensor | None) -> None:
     """One device, and rows whose elements are contiguous where the kernels read rows."""
+    devices = {tensor.device for tensor in others.values() if tensor is not None}
+    if len(devices) == 1 and x.device not in devices:
+        raise ArgumentError("x", f"device {devices.pop()}, as all others", str(x.device))
     for name, tensor in others.items():
         if tensor is not None and tensor.device != x.device:
             raise ArgumentError(name, f"device {x.device}, as x", str(tensor.device))
@@ -70,7 +77,13 @@ def derive_a_slices(lora_a: torch.Tensor, rank: int, a_slices: int | None) -> in
     """Return S, the number of stacked A factors: 1, or 2 for [A_gate; A_up]."""
     rows = lora_a.shape[2]
     if a_slices is None:
-        a_slices = rows // rank if rank else 0
+        if rows not in (rank, 2 * rank):
+            raise ArgumentError(
+                "lora_a",
+                f"r or 2 r rows, with lora_b's r of {rank}",
+                f"{rows} rows in shape {_shape(lora_a)}",
+            )
+        a_slices = 1 if rows == rank else 2
     if a_slices not in (1, 2):
         raise ArgumentError("a_slices", "1 or 2 (rows of lora_a / r of lora_b)", str(a_slices))
     if rows != a_slices * rank:
@@ -93,6 +106,8 @@ def count_local_experts(
             raise ArgumentError(
                 "num_local_experts", "a number, as both factors have expert dim 1", "None"
             )
+    else:
+        check_count("num_local_experts", num_local_experts, least=1)
     for name, dim in dims.items():
         if dim not in (1, num_local_experts):
             raise ArgumentError(name, f"expert dim 1 or {num_local_experts}", str(dim))
@@ -110,20 +125,28 @@ def check_topk_weights(weights: torch.Tensor, num_tokens: int, top_k: int) -> No
 
 
 def check_scaling(
-    scaling: float | torch.Tensor, num_adapters: int, num_local_experts: int, a_slices: int
+    scaling: float | torch.Tensor, sizes: "Sizes", device: torch.device
 ) -> tuple[float, torch.Tensor | None]:
-    """Return (value, None) for one number, (1.0, tensor expanded to (L, E, S)) for a tensor."""
+    """Return (value, None) for one number, (1.0, tensor expanded to (L, E, S)) for a tensor.
+
+    Tensors of more than one number need all three dims: (L,) would pass for (S,) where L is S.
+    """
     if not isinstance(scaling, torch.Tensor):
+        check_number("scaling", scaling)
         return float(scaling), None
     if scaling.dtype != torch.float32:
         raise ArgumentError("scaling", "a float or a float32 tensor", str(scaling.dtype))
-    full = (num_adapters, num_local_experts, a_slices)
-    try:
-        return 1.0, scaling.expand(full)
-    except RuntimeError:
+    if scaling.device != device:
+        raise ArgumentError("scaling", f"device {device}, as x", str(scaling.device))
+    full = (sizes.num_adapters, sizes.num_local_experts, sizes.a_slices)
+    fits = scaling.dim() == 3 and all(
+        have in (1, want) for have, want in zip(scaling.shape, full, strict=True)
+    )
+    if not fits and scaling.numel() != 1:
         raise ArgumentError(
-            "scaling", f"a shape broadcastable to (L, E, S) = {full}", f"shape {_shape(scaling)}"
-        ) from None
+            "scaling", f"(L or 1, E or 1, S or 1) of (L, E, S) = {full}", f"shape {_shape(scaling)}"
+        )
+    return 1.0, scaling.expand(full)
 
 
 def check_problem(
@@ -138,16 +161,23 @@ def check_problem(
     a_slices: int | None,
     gate_up_layout: str,
     num_local_experts: int | None,
-    output_letters: str = "T, K, N",
 ) -> Sizes:
     """Check every argument of `fused_moe_lora` but `scaling`; raise `ArgumentError` or return `Sizes`."""
+    check_tensors(
+        output=output, x=x, lora_a=lora_a, lora_b=lora_b, topk_ids=topk_ids,
+        token_lora_mapping=token_lora_mapping,
+    )  # fmt: skip
+    if topk_weights is not None:
+        check_tensors(topk_weights=topk_weights)
     _check_dims("topk_ids", topk_ids, "T, K")
     num_tokens, top_k = topk_ids.shape
     _check_ids("topk_ids", topk_ids, (num_tokens, top_k))
     _check_ids("token_lora_mapping", token_lora_mapping, (num_tokens,))
     _check_dims("lora_a", lora_a, "L, E or 1, S*r, in")
     _check_dims("lora_b", lora_b, "L, E or 1, N, r")
-    _check_dims("output", output, output_letters)
+    _check_dims("output", output, "T, K, N")
+    if x.dim() not in (2, 3):
+        raise ArgumentError("x", "shape (T, in) or (T, K, in)", f"shape {_shape(x)}")
     _check_floats(x, lora_a=lora_a, lora_b=lora_b, output=output)
     _check_layout(
         x,
@@ -163,7 +193,7 @@ def check_problem(
     num_adapters, _, out_features, rank = lora_b.shape
     if lora_a.shape[0] != num_adapters:
         raise ArgumentError(
-            "lora_a", f"{num_adapters} adapters, as lora_b", f"shape {_shape(lora_a)}"
+            "lora_a", f"as many adapter slots as lora_b: {num_adapters}", f"shape {_shape(lora_a)}"
         )
     in_features = lora_a.shape[3]
     a_slices = derive_a_slices(lora_a, rank, a_slices)
@@ -203,8 +233,9 @@ def check_activation(
     if activation not in ACTIVATIONS:
         raise ArgumentError("activation", " or ".join(ACTIVATIONS), repr(activation))
     check_output(gate_up, (sizes.num_tokens, sizes.top_k, sizes.out_features), "gate_up")
-    features, odd = divmod(sizes.out_features, 1 if activation == "relu2" else 2)
-    if odd:
+    parts = 1 if activation == "relu2" else 2
+    features = sizes.out_features // parts
+    if sizes.out_features % parts:
         raise ArgumentError("gate_up", "an even N for a gated activation", _shape(gate_up))
     if activation == "relu2" and sizes.a_slices != 1:
         raise ArgumentError("a_slices", "1 for experts without a gate", str(sizes.a_slices))

@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 
-from moelora.kernels import ops, tiles
-from moelora.kernels.arguments import check_combine
-from moelora.kernels.combine_kernels import _pairwise_combine_kernel
-from moelora.kernels.forms import FormPlan, check_form, plans, remember
-from moelora.kernels.fused import call_key, fused_moe_lora, tensor_key
-from moelora.kernels.launch import (
+from . import ops, tiles
+from .argument_types import check_no_gradient, check_tensors, tell_autograd
+from .arguments import check_combine
+from .combine_kernels import _pairwise_combine_kernel
+from .forms import FormPlan, check_form, check_written, plans, remember
+from .fused import NOT_OF_THE_RIGHT_KIND, call_key, fused_moe_lora, tensor_key
+from .launch import (
     INTERPRETED,
     Launch,
     can_launch_early,
@@ -17,11 +18,11 @@ from moelora.kernels.launch import (
     on_device,
     raw_stream,
 )
-from moelora.kernels.plan import pairwise_shrink, partials
-from moelora.kernels.problem import Problem
-from moelora.kernels.routing import MoeLoraRouting
-from moelora.kernels.tiles import cdiv
-from moelora.kernels.workspace import MoeLoraWorkspace
+from .plan import pairwise_shrink, partials
+from .problem import Problem
+from .routing import MoeLoraRouting
+from .tiles import cdiv
+from .workspace import MoeLoraWorkspace
 
 # Up to this many pairs the sum over top-k gathers B for each token; above, the deltas are added
 # in place first, where a group's rows share B.
@@ -47,51 +48,80 @@ def fused_moe_lora_combine(
 
     down: (T, K, N), the base output without router weights; with more than MAX_PAIRS_GATHERED
     pairs the deltas are added to it in place. Pairs of experts elsewhere count nothing and are not
-    read. x: (T, K, in). Everything else as in `fused_moe_lora`.
+    read; those without an adapter count as they are. x: (T, K, in). Everything else as in `fused_moe_lora`.
     """
     tensors = (down, x, lora_a, lora_b, topk_ids, token_lora_mapping)
-    if ops.goes_through_operator(out, *tensors):
-        q = check_form(tensors, scaling, topk_weights, 1, "concatenated", num_local_experts)
-        check_combine(out, down, q.sizes)
-        ops.fused_moe_lora_combine_op(
-            out, *tensors, q.scaling, q.scaling_per_group, topk_weights,
-            q.sizes.num_local_experts, *ops.routing_arguments(routing),
-        )  # fmt: skip
-        return out
-    key: tuple[Any, ...] = ("combine", tensor_key(out), num_local_experts)
-    key += call_key(tensors, scaling, topk_weights, routing, workspace)
-    plan = None if INTERPRETED else plans.get(key)
-    use_delta = topk_ids.numel() <= MAX_PAIRS_GATHERED
-    p = None
+    traced = ops.goes_through_operator(out, *tensors)
+    differentiable = torch.is_grad_enabled()
+    if differentiable:
+        check_no_gradient(out=out, down=down, x=x, lora_a=lora_a, lora_b=lora_b, scaling=scaling,
+                          topk_weights=topk_weights)  # fmt: skip
+    plan = p = None
+    if not INTERPRETED and not traced:
+        try:
+            key: tuple[Any, ...] = ("combine", tensor_key(out), num_local_experts)
+            key += call_key(tensors, scaling, topk_weights, routing, workspace)
+            plan = plans.get(key)
+        except NOT_OF_THE_RIGHT_KIND:
+            pass  # the checks say what is wrong
     if plan is None:
-        p = check_form(tensors, scaling, topk_weights, 1, "concatenated", num_local_experts)
-        check_combine(out, down, p.sizes)
+        p = _check(out, tensors, scaling, topk_weights, num_local_experts, routing, workspace)
         if out.numel() == 0:
             return out
+        if p.sizes.top_k == 0:
+            return out.zero_()
+    if traced and p is not None:
+        ops.fused_moe_lora_combine_op(
+            out, *tensors, p.scaling, p.scaling_per_group, topk_weights,
+            p.sizes.num_local_experts, *ops.routing_arguments(routing),
+        )  # fmt: skip
+        return out
+    use_delta = topk_ids.numel() <= MAX_PAIRS_GATHERED
     if not use_delta:
         fused_moe_lora(
             *tensors, scaling=scaling, a_slices=1, num_local_experts=num_local_experts,
             routing=routing, workspace=workspace,
         )  # fmt: skip
     if INTERPRETED and p is not None:
-        return _interpret_combine(out, p, use_delta)
+        return _interpret_combine(out, p, use_delta, workspace)
     if plan is None:
         assert p is not None
         plan = remember(key, _combine_plan(p, out, use_delta))
     per_group = scaling if isinstance(scaling, torch.Tensor) else None
     with on_device(out):
         _run_combine(plan, out, *tensors, per_group, topk_weights, workspace)
+    if differentiable:
+        tell_autograd(out)
     return out
 
 
-def _interpret_combine(out: torch.Tensor, p: Problem, use_delta: bool) -> torch.Tensor:
+def _check(
+    out: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    scaling: float | torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_local_experts: int | None,
+    routing: MoeLoraRouting | None,
+    workspace: MoeLoraWorkspace | None,
+) -> Problem:
+    """Return the checked problem, or raise ArgumentError or KernelUnavailableError."""
+    check_tensors(out=out, topk_weights=topk_weights)
+    p = check_form(tensors, scaling, topk_weights, 1, "concatenated", num_local_experts)
+    check_combine(out, p.output, p.sizes)
+    check_written("out", out, workspace, routing, p.sizes)
+    return p
+
+
+def _interpret_combine(
+    out: torch.Tensor, p: Problem, use_delta: bool, workspace: MoeLoraWorkspace | None
+) -> torch.Tensor:
     """Run in fp32 and round with torch: the interpreter computes bf16 wrongly."""
     q = p.upcast()
     assert q.topk_weights is not None
     result = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
     _run_combine(
         _combine_plan(q, result, use_delta), result, q.output, q.x, q.lora_a, q.lora_b,
-        q.topk_ids, q.mapping, q.scaling_per_group, q.topk_weights, None,
+        q.topk_ids, q.mapping, q.scaling_per_group, q.topk_weights, workspace,
     )  # fmt: skip
     return out if result is out else out.copy_(result)
 

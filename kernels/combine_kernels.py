@@ -6,8 +6,8 @@ Letters and USE_PDL as in grouped.py.
 import triton
 import triton.language as tl
 
-from moelora.kernels.pairwise import load_rank_vector, load_virtual_id
-from moelora.kernels.parts import aligned
+from .pairwise import load_rank_vector, load_virtual_id
+from .parts import aligned
 
 
 @triton.jit(do_not_specialize=["num_pairs", "scaling_value"])
@@ -83,7 +83,10 @@ def _pairwise_combine_kernel(
             slot, expert = tl.where(has_work, slot, 0), tl.where(has_work, expert, 0)
             factor = scaling_value
             if USE_SCALING_TENSOR:
-                factor *= tl.load(scaling_ptr + slot * stride_sl + expert * stride_se)
+                # not of a slot without pairs, which may hold anything
+                factor *= tl.load(
+                    scaling_ptr + slot * stride_sl + expert * stride_se, mask=has_work, other=0.0
+                )
             b_rows = b_ptr + slot * stride_bl + expert * stride_be
             b_rows += offs_n.to(tl.int64) * stride_bn
             y_row = y_ptr + pair.to(tl.int64) * RANK

@@ -16,3 +16,7 @@ class ArgumentError(ValueError):
         self.argument = argument
         self.expected = expected
         self.got = got
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        """Return how to make it again: engines send errors from worker to worker."""
+        return type(self), (self.argument, self.expected, self.got)

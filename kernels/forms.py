@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
-from moelora.kernels.arguments import check_problem, check_scaling
-from moelora.kernels.errors import ArgumentError
-from moelora.kernels.launch import Launch, require_triton
-from moelora.kernels.problem import Problem
-from moelora.kernels.routing import MAX_CACHED
+from .argument_types import check_no_overlap
+from .arguments import Sizes, check_problem, check_scaling
+from .errors import ArgumentError
+from .launch import Launch, require_triton
+from .problem import Problem
+from .routing import MoeLoraRouting, check_routing
+from .routing_arguments import MAX_CACHED
+from .workspace import MoeLoraWorkspace, check_workspace
 
 plans: dict[tuple[Any, ...], Any] = {}
 
@@ -58,11 +61,24 @@ def check_form(
         gate_up_layout=gate_up_layout,
         num_local_experts=num_local_experts,
     )
-    if sizes.num_adapters == 0:
-        raise ArgumentError("lora_b", "at least one adapter slot", "none")
-    value, per_group = check_scaling(
-        scaling, sizes.num_adapters, sizes.num_local_experts, sizes.a_slices
-    )
-    require_triton(tensors[1])
     base, x, lora_a, lora_b, ids, mapping = tensors
+    if 0 in (sizes.num_adapters, sizes.rank, sizes.in_features):
+        raise ArgumentError(
+            "lora_a",
+            "at least one adapter slot, r and in at least 1",
+            f"shape {tuple(lora_a.shape)}",
+        )
+    value, per_group = check_scaling(scaling, sizes, x.device)
+    require_triton(x)
     return Problem(base, x, lora_a, lora_b, ids, mapping, value, per_group, topk_weights, sizes)
+
+
+def check_written(
+    name: str, written: torch.Tensor, workspace: MoeLoraWorkspace | None,
+    routing: MoeLoraRouting | None, sizes: Sizes,
+) -> None:  # fmt: skip
+    """Raise unless the tensor can be written to, and what the caller prepared fits the call."""
+    check_no_overlap(name, written)
+    check_workspace(workspace, written.device)
+    if routing is not None:
+        check_routing(routing, sizes, written.device)

@@ -4,16 +4,20 @@ from typing import Any
 
 import torch
 
-from moelora.kernels import ops
-from moelora.kernels.arguments import check_output, check_problem, check_scaling
-from moelora.kernels.launch import INTERPRETED, on_device, require_triton
-from moelora.kernels.plan import Plan, add_plan, run_add
-from moelora.kernels.problem import Problem
-from moelora.kernels.routing import MAX_CACHED, MoeLoraRouting
-from moelora.kernels.workspace import MoeLoraWorkspace
+from . import ops
+from .argument_types import check_no_gradient, check_no_overlap, tell_autograd
+from .arguments import check_output, check_problem, check_scaling
+from .launch import INTERPRETED, on_device, require_triton
+from .plan import Plan, add_plan, run_add
+from .problem import Problem
+from .routing import MoeLoraRouting, check_routing
+from .routing_arguments import MAX_CACHED
+from .workspace import MoeLoraWorkspace, check_workspace
 
 _plans: dict[tuple[Any, ...], Plan | None] = {}
 _UNKNOWN: Any = object()  # None is a plan: nothing to do
+# What making a key of something else than tensors ends in; the checks then say what is wrong.
+NOT_OF_THE_RIGHT_KIND = (AttributeError, RuntimeError, TypeError)
 
 
 def fused_moe_lora(
@@ -48,25 +52,42 @@ def fused_moe_lora(
     workspace: from `allocate_workspace`; used by one stream at a time.
 
     Pairs whose id or slot is negative or out of range get no work: their output keeps its bits.
+    There is no backward pass: where gradients are enabled, no tensor may require one.
     Raises ArgumentError (a ValueError), and KernelUnavailableError where Triton cannot run.
     """
     tensors = (output, x, lora_a, lora_b, topk_ids, token_lora_mapping)
     options = (a_slices, gate_up_layout, num_local_experts)
     traced = ops.goes_through_operator(output, x, topk_ids)
+    differentiable = torch.is_grad_enabled()
+    if differentiable:
+        check_no_gradient(output=output, x=x, lora_a=lora_a, lora_b=lora_b, scaling=scaling,
+                          topk_weights=topk_weights)  # fmt: skip
     if not INTERPRETED and not traced:
-        key = call_key(tensors, scaling, topk_weights, routing, workspace) + options
-        plan = _plans.get(key, _UNKNOWN)
+        try:
+            key = call_key(tensors, scaling, topk_weights, routing, workspace) + options
+            plan = _plans.get(key, _UNKNOWN)
+        except NOT_OF_THE_RIGHT_KIND:
+            plan = _UNKNOWN
         if plan is _UNKNOWN:
             problem = _check(*tensors, scaling, topk_weights, *options)
+            check_workspace(workspace, x.device)
+            plan = add_plan(problem, routing)
             if len(_plans) >= MAX_CACHED:
                 _plans.clear()
-            plan = _plans[key] = add_plan(problem, routing)
+            _plans[key] = plan
         per_group = scaling if isinstance(scaling, torch.Tensor) else None
         _run(plan, *tensors, per_group, topk_weights, routing, workspace)
+        if differentiable:
+            tell_autograd(output)
         return output
     problem = _check(*tensors, scaling, topk_weights, *options)
+    check_workspace(workspace, x.device)
+    if routing is not None:
+        check_routing(routing, problem.sizes, x.device)
     if not traced:
-        _run_upcast(problem, routing)
+        _run_upcast(problem, routing, workspace)
+        if differentiable:
+            tell_autograd(output)
         return output
     ops.fused_moe_lora_op(
         *tensors, problem.scaling, problem.scaling_per_group, topk_weights,
@@ -97,8 +118,10 @@ def call_key(
         tensor_key(topk_weights),
         None
         if routing is None
-        else (*routing[1:], routing.has_list, routing.buffer.data_ptr() & 15),
-        None if workspace is None else workspace.partials.data_ptr() & 15,
+        else (*routing[1:], routing.buffer.device, routing.buffer.data_ptr() & 15),
+        None
+        if workspace is None
+        else (workspace.partials.device, workspace.partials.data_ptr() & 15),
     )
 
 
@@ -129,9 +152,8 @@ def _check(
         num_local_experts=num_local_experts,
     )
     check_output(output, (sizes.num_tokens, sizes.top_k, sizes.out_features))
-    value, per_group = check_scaling(
-        scaling, sizes.num_adapters, sizes.num_local_experts, sizes.a_slices
-    )
+    check_no_overlap("output", output)
+    value, per_group = check_scaling(scaling, sizes, x.device)
     require_triton(x)
     return Problem(
         output, x, lora_a, lora_b, topk_ids, token_lora_mapping, value, per_group, topk_weights,
@@ -146,12 +168,14 @@ def _run(plan: Plan | None, output: torch.Tensor, *arguments: Any) -> None:
             run_add(plan, output, *arguments)
 
 
-def _run_upcast(p: Problem, routing: MoeLoraRouting | None) -> None:
+def _run_upcast(
+    p: Problem, routing: MoeLoraRouting | None, workspace: MoeLoraWorkspace | None
+) -> None:
     """Run the kernels in fp32 and round with torch."""
     q = p.upcast()
     _run(
         add_plan(q, routing), q.output, q.x, q.lora_a, q.lora_b, q.topk_ids, q.mapping,
-        q.scaling_per_group, q.topk_weights, routing, None,
+        q.scaling_per_group, q.topk_weights, routing, workspace,
     )  # fmt: skip
     if q.output is not p.output:
         has_work = (p.topk_ids >= 0) & (p.topk_ids < p.sizes.num_local_experts)

@@ -11,7 +11,7 @@ the loop or above it: the wait comes before any such loop.)
 import triton
 import triton.language as tl
 
-from moelora.kernels.parts import (
+from .parts import (
     ROUTING_HEADER,
     aligned,
     expand_dot,

@@ -9,8 +9,8 @@ import torch
 import triton
 from triton.runtime.driver import driver
 
-from moelora.kernels.errors import KernelUnavailableError
-from moelora.kernels.tiles import Gpu
+from .errors import KernelUnavailableError
+from .tiles import Gpu
 
 # Fixed when Triton is first imported: set later, only half of it would take effect.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -38,7 +38,7 @@ def require_triton(tensor: torch.Tensor) -> None:
     raise KernelUnavailableError(
         f"the Triton kernels cannot run on {tensor.device.type} tensors. Move them to a GPU, set "
         "TRITON_INTERPRET=1 before Triton is first imported (slow), or call "
-        "moelora.kernels.fused_moe_lora_reference, which is plain PyTorch"
+        "fused_moe_lora_reference (or the form's own reference), which is plain PyTorch"
     )
 
 

@@ -1,12 +1,22 @@
 """The operations as `torch.library` operators, for torch.compile, export and fake tensors.
 
 Eager calls go straight to the launcher: the dispatcher would cost more than the launches.
-Operators take tensors and numbers only, and allocate their own memory.
+Operators take tensors and numbers only, and allocate their own memory. The tile rule, and the sizes
+that follow from it, are left to the call itself: while it is traced, the number of tokens is a symbol.
 """
 
 import torch
 
-from moelora.kernels.routing import MoeLoraRouting, build_routing_eager, routing_words
+from .routing import (
+    BY_THE_RULE,
+    MoeLoraRouting,
+    build_routing_eager,
+    most_routing_words,
+)
+from .routing_arguments import rule_of
+
+# The name of the package that this folder is part of: copies in two engines do not collide.
+NAMESPACE = __name__.partition(".")[0]
 
 
 def goes_through_operator(*tensors: torch.Tensor) -> bool:
@@ -20,7 +30,7 @@ def goes_through_operator(*tensors: torch.Tensor) -> bool:
     return False
 
 
-@torch.library.custom_op("moelora::build_routing", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::build_routing", mutates_args=())
 def build_routing_op(
     topk_ids: torch.Tensor,
     token_lora_mapping: torch.Tensor,
@@ -28,16 +38,18 @@ def build_routing_op(
     num_local_experts: int,
     block_m: int,
     expected_pairs: int,
+    rank: int,
+    group_elements: int,
 ) -> torch.Tensor:
+    hints = (expected_pairs, rank, group_elements)
+    if block_m == BY_THE_RULE:
+        num_tokens, top_k = topk_ids.shape
+        block_m = rule_of(num_tokens, top_k, num_adapters, num_local_experts, *hints)
+    words = most_routing_words(topk_ids.numel(), num_adapters * num_local_experts)
     return build_routing_eager(
-        topk_ids,
-        token_lora_mapping,
-        num_adapters,
-        num_local_experts,
-        block_m,
-        None,
-        expected_pairs,
-    ).buffer
+        plain(topk_ids), token_lora_mapping, num_adapters, num_local_experts, block_m, None, *hints,
+        words,
+    ).buffer  # fmt: skip
 
 
 @build_routing_op.register_fake
@@ -48,34 +60,46 @@ def _(
     num_local_experts: int,
     block_m: int,
     expected_pairs: int,
+    rank: int,
+    group_elements: int,
 ) -> torch.Tensor:
-    num_groups = num_adapters * num_local_experts
-    words = routing_words(topk_ids.numel(), num_groups, block_m, expected_pairs)
+    words = most_routing_words(topk_ids.numel(), num_adapters * num_local_experts)
     return topk_ids.new_empty(words, dtype=torch.int32)
 
 
-def routing_arguments(routing: MoeLoraRouting | None) -> tuple[torch.Tensor | None, int, int]:
-    """Return (buffer, block_m, expected_pairs), as the operators take a routing."""
-    return (
-        (None, 0, 0)
-        if routing is None
-        else (routing.buffer, routing.block_m, routing.expected_pairs)
-    )
+def routing_arguments(
+    routing: MoeLoraRouting | None,
+) -> tuple[torch.Tensor | None, int, int, int, int]:
+    """Return a routing as the operators take it, without the sizes that the tensors tell."""
+    return (None, 0, 0, 0, 0) if routing is None else (routing.buffer, *routing[5:])
 
 
 def _routing(
     buffer: torch.Tensor | None,
     topk_ids: torch.Tensor,
-    num_groups: int,
+    lora_b: torch.Tensor,
+    num_local_experts: int,
     block_m: int,
     expected_pairs: int,
+    rank: int,
+    group_elements: int,
 ) -> MoeLoraRouting | None:
     if buffer is None:
         return None
-    return MoeLoraRouting(buffer, topk_ids.numel(), num_groups, block_m, expected_pairs)
+    num_tokens, top_k = topk_ids.shape
+    sizes = (num_tokens, top_k, lora_b.shape[0], num_local_experts)
+    hints = (expected_pairs, rank, group_elements)
+    if block_m == BY_THE_RULE:
+        block_m = rule_of(*sizes, *hints)
+    return MoeLoraRouting(buffer, *sizes, block_m, *hints)
 
 
-@torch.library.custom_op("moelora::fused_moe_lora", mutates_args=("output",))
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without its subclass, which would send the call here again."""
+    return tensor.as_subclass(torch.Tensor)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::fused_moe_lora", mutates_args=("output",))
 def fused_moe_lora_op(
     output: torch.Tensor,
     x: torch.Tensor,
@@ -92,23 +116,24 @@ def fused_moe_lora_op(
     routing_buffer: torch.Tensor | None,
     block_m: int,
     expected_pairs: int,
+    rank: int,
+    group_elements: int,
 ) -> None:
-    from moelora.kernels.fused import fused_moe_lora
+    from .fused import fused_moe_lora
 
-    num_groups = lora_b.shape[0] * num_local_experts
+    tensors = (output, x, lora_a, lora_b, topk_ids, token_lora_mapping)
+    routing = _routing(
+        routing_buffer, topk_ids, lora_b, num_local_experts, block_m, expected_pairs, rank,
+        group_elements,
+    )  # fmt: skip
     fused_moe_lora(
-        output,
-        x,
-        lora_a,
-        lora_b,
-        topk_ids,
-        token_lora_mapping,
+        *map(plain, tensors),
         scaling=scaling if scaling_per_group is None else scaling_per_group,
         topk_weights=topk_weights,
         a_slices=a_slices,
         gate_up_layout=gate_up_layout,
         num_local_experts=num_local_experts,
-        routing=_routing(routing_buffer, topk_ids, num_groups, block_m, expected_pairs),
+        routing=routing,
     )
 
 
@@ -129,11 +154,13 @@ def _(
     routing_buffer: torch.Tensor | None,
     block_m: int,
     expected_pairs: int,
+    rank: int,
+    group_elements: int,
 ) -> None:
     return None
 
 
-@torch.library.custom_op("moelora::fused_moe_lora_activation", mutates_args=("act",))
+@torch.library.custom_op(f"{NAMESPACE}::fused_moe_lora_activation", mutates_args=("act",))
 def fused_moe_lora_activation_op(
     act: torch.Tensor,
     gate_up: torch.Tensor,
@@ -153,18 +180,18 @@ def fused_moe_lora_activation_op(
     routing_buffer: torch.Tensor | None,
     block_m: int,
     expected_pairs: int,
+    rank: int,
+    group_elements: int,
 ) -> None:
-    from moelora.kernels.activation import fused_moe_lora_activation
+    from .activation import fused_moe_lora_activation
 
-    num_groups = lora_b.shape[0] * num_local_experts
+    tensors = (act, gate_up, x, lora_a, lora_b, topk_ids, token_lora_mapping)
+    routing = _routing(
+        routing_buffer, topk_ids, lora_b, num_local_experts, block_m, expected_pairs, rank,
+        group_elements,
+    )  # fmt: skip
     fused_moe_lora_activation(
-        act,
-        gate_up,
-        x,
-        lora_a,
-        lora_b,
-        topk_ids,
-        token_lora_mapping,
+        *map(plain, tensors),
         activation=activation,
         scaling=scaling if scaling_per_group is None else scaling_per_group,
         limit=limit,
@@ -172,7 +199,7 @@ def fused_moe_lora_activation_op(
         a_slices=a_slices,
         gate_up_layout=gate_up_layout,
         num_local_experts=num_local_experts,
-        routing=_routing(routing_buffer, topk_ids, num_groups, block_m, expected_pairs),
+        routing=routing,
     )
 
 
@@ -196,12 +223,14 @@ def _(
     routing_buffer: torch.Tensor | None,
     block_m: int,
     expected_pairs: int,
+    rank: int,
+    group_elements: int,
 ) -> None:
     return None
 
 
 # with many pairs the deltas are added to `down` first
-@torch.library.custom_op("moelora::fused_moe_lora_combine", mutates_args=("out", "down"))
+@torch.library.custom_op(f"{NAMESPACE}::fused_moe_lora_combine", mutates_args=("out", "down"))
 def fused_moe_lora_combine_op(
     out: torch.Tensor,
     down: torch.Tensor,
@@ -217,22 +246,22 @@ def fused_moe_lora_combine_op(
     routing_buffer: torch.Tensor | None,
     block_m: int,
     expected_pairs: int,
+    rank: int,
+    group_elements: int,
 ) -> None:
-    from moelora.kernels.combine import fused_moe_lora_combine
+    from .combine import fused_moe_lora_combine
 
-    num_groups = lora_b.shape[0] * num_local_experts
+    tensors = (out, down, x, lora_a, lora_b, topk_ids, token_lora_mapping)
+    routing = _routing(
+        routing_buffer, topk_ids, lora_b, num_local_experts, block_m, expected_pairs, rank,
+        group_elements,
+    )  # fmt: skip
     fused_moe_lora_combine(
-        out,
-        down,
-        x,
-        lora_a,
-        lora_b,
-        topk_ids,
-        token_lora_mapping,
+        *map(plain, tensors),
         scaling=scaling if scaling_per_group is None else scaling_per_group,
         topk_weights=topk_weights,
         num_local_experts=num_local_experts,
-        routing=_routing(routing_buffer, topk_ids, num_groups, block_m, expected_pairs),
+        routing=routing,
     )
 
 
@@ -252,5 +281,7 @@ def _(
     routing_buffer: torch.Tensor | None,
     block_m: int,
     expected_pairs: int,
+    rank: int,
+    group_elements: int,
 ) -> None:
     return None

@@ -11,7 +11,7 @@ strides. Where most experts are elsewhere, no programs start for the pairs that 
 import triton
 import triton.language as tl
 
-from moelora.kernels.parts import aligned, pair_list
+from .parts import aligned, pair_list
 
 
 @triton.jit

@@ -8,20 +8,21 @@ from dataclasses import dataclass
 
 import torch
 
-from moelora.kernels import tiles
-from moelora.kernels.arguments import Sizes
-from moelora.kernels.errors import ArgumentError
-from moelora.kernels.grouped import _fused_moe_lora_expand_kernel, _fused_moe_lora_shrink_kernel
-from moelora.kernels.launch import Launch, can_launch_early, gpu_of, raw_stream
-from moelora.kernels.pairwise import _pairwise_expand_kernel, _pairwise_shrink_kernel
-from moelora.kernels.problem import Problem
-from moelora.kernels.routing import (
+from . import tiles
+from .arguments import Sizes
+from .errors import ArgumentError
+from .grouped import _fused_moe_lora_expand_kernel, _fused_moe_lora_shrink_kernel
+from .launch import Launch, can_launch_early, gpu_of, raw_stream
+from .pairwise import _pairwise_expand_kernel, _pairwise_shrink_kernel
+from .problem import Problem
+from .routing import (
     MoeLoraRouting,
     build_routing_eager,
+    check_routing,
     max_tiles,
 )
-from moelora.kernels.tiles import MAX_PROGRAMS_PER_SM, cdiv
-from moelora.kernels.workspace import MoeLoraWorkspace
+from .tiles import MAX_PROGRAMS_PER_SM, cdiv
+from .workspace import MoeLoraWorkspace
 
 
 @dataclass
@@ -44,7 +45,10 @@ def partials(
         return torch.empty(elements, dtype=dtype, device=device)
     if workspace.partials.numel() < elements:
         raise ArgumentError(
-            "workspace", f"at least {elements} partials", str(workspace.partials.numel())
+            "workspace",
+            f"at least {elements} partials (allocate_workspace takes the largest num_tokens, top_k "
+            "and columns, a_slices * r, of all calls)",
+            str(workspace.partials.numel()),
         )
     return workspace.partials if dtype == torch.float32 else workspace.partials.view(dtype)
 
@@ -186,12 +190,8 @@ def add_plan(p: Problem, routing: MoeLoraRouting | None) -> Plan | None:
     """Return the plan of the in-place add; None where there is nothing to do."""
     s = p.sizes
     num_pairs, num_groups = s.num_tokens * s.top_k, s.num_adapters * s.num_local_experts
-    if routing is not None and (routing.num_pairs, routing.num_groups) != (num_pairs, num_groups):
-        raise ArgumentError(
-            "routing",
-            f"one of {num_pairs} pairs and {num_groups} groups",
-            f"one of {routing.num_pairs} and {routing.num_groups}",
-        )
+    if routing is not None:
+        check_routing(routing, s, p.x.device)
     if 0 in (num_pairs, num_groups, s.rank, s.out_features, s.in_features):
         return None
     if routing is None:

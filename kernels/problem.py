@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moelora.kernels.arguments import Sizes
+from .arguments import Sizes
 
 
 @dataclass

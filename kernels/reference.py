@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moelora.kernels.arguments import (
+from .arguments import (
     Sizes,
     check_activation,
     check_combine,
@@ -88,7 +88,7 @@ def fused_moe_lora_reference(
     )
     check_output(output, (sizes.num_tokens, sizes.top_k, sizes.out_features))
     full = (sizes.num_adapters, sizes.num_local_experts, sizes.a_slices)
-    value, per_group = check_scaling(scaling, *full)
+    value, per_group = check_scaling(scaling, sizes, x.device)
     if per_group is None:
         per_group = torch.full(full, value, device=x.device)
     for slot, expert, tokens, ks in _groups(topk_ids, token_lora_mapping, sizes):

@@ -12,24 +12,24 @@ from typing import NamedTuple
 
 import torch
 
-from moelora.kernels.arguments import INT_DTYPES
-from moelora.kernels.errors import ArgumentError
-from moelora.kernels.launch import Launch, can_launch_early, raw_stream, require_triton
-from moelora.kernels.routing_kernels import (
+from .arguments import Sizes
+from .errors import ArgumentError
+from .launch import Launch, can_launch_early, raw_stream, require_triton
+from .routing_arguments import MAX_CACHED, check_ids, check_sizes, known_rule
+from .routing_kernels import (
     _count_pairs_kernel,
     _list_pairs_kernel,
     _route_by_comparing_kernel,
     _scan_groups_kernel,
     _scatter_pairs_kernel,
 )
-from moelora.kernels.tiles import (
+from .tiles import (
     MOST_PAIRS,
     cdiv,
-    choose_block_m,
     lists_pairs,
     power_of_2,
 )
-from moelora.kernels.workspace import COUNTER_HEADER, MoeLoraWorkspace, counters_for
+from .workspace import COUNTER_HEADER, MoeLoraWorkspace, counters_for
 
 # Up to this many pairs each program compares its pairs with all others: one launch, no counters
 # per group. Above, the pairs are counted per group, and scattered: three launches.
@@ -40,7 +40,8 @@ _SCATTER_BLOCK = 256
 _SCAN_CHUNK = 4096
 # Words before the sorted pairs in a routing buffer: [0] the number of tiles.
 ROUTING_HEADER = 8
-MAX_CACHED = 4096  # prepared launches, by shape
+
+BY_THE_RULE = -1  # in place of a block_m: chosen when the call runs
 
 _launches: dict[tuple[object, ...], list[Launch]] = {}
 
@@ -58,14 +59,26 @@ class MoeLoraRouting(NamedTuple):
     """
 
     buffer: torch.Tensor
-    num_pairs: int
-    num_groups: int
-    block_m: int  # 0: for the pairwise kernels
+    num_tokens: int
+    top_k: int
+    num_adapters: int
+    num_local_experts: int
+    block_m: int  # 0: for the pairwise kernels; BY_THE_RULE while a call is traced
     expected_pairs: int  # with a local expert, as far as the host knows
+    rank: int = 16  # what the tile rule was told, this and the next
+    group_elements: int = 0
+
+    @property
+    def num_pairs(self) -> int:
+        return self.num_tokens * self.top_k
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_adapters * self.num_local_experts
 
     @property
     def has_list(self) -> bool:
-        return self.block_m == 0 and self.buffer.numel() > 0
+        return self.block_m == 0 and lists_pairs(self.num_pairs, self.expected_pairs)
 
     @property
     def max_tiles(self) -> int:
@@ -98,19 +111,16 @@ def max_tiles(num_pairs: int, num_groups: int, block_m: int) -> int:
     return min(num_pairs, (num_pairs + groups * (block_m - 1)) // block_m)
 
 
-def _check(topk_ids: torch.Tensor, token_lora_mapping: torch.Tensor, num_groups: int) -> None:
-    if topk_ids.dim() != 2 or topk_ids.dtype not in INT_DTYPES:
-        raise ArgumentError("topk_ids", "int (T, K)", f"{topk_ids.dtype} {tuple(topk_ids.shape)}")
-    if token_lora_mapping.shape != topk_ids.shape[:1] or token_lora_mapping.dtype not in INT_DTYPES:
-        raise ArgumentError(
-            "token_lora_mapping",
-            f"int ({topk_ids.shape[0]},)",
-            f"{token_lora_mapping.dtype} {tuple(token_lora_mapping.shape)}",
-        )
-    if num_groups >= 2**31 or topk_ids.numel() >= 2**31:
-        raise ArgumentError(
-            "topk_ids", "fewer than 2**31 pairs and groups", f"{topk_ids.numel()}, {num_groups}"
-        )
+def check_routing(routing: MoeLoraRouting, sizes: Sizes, device: torch.device) -> None:
+    """Raise unless the routing was built for a call of these sizes."""
+    if not isinstance(routing, MoeLoraRouting):
+        raise ArgumentError("routing", "what build_routing returned", type(routing).__name__)
+    for name in ("num_tokens", "top_k", "num_adapters", "num_local_experts"):
+        want, got = getattr(sizes, name), getattr(routing, name)
+        if want != got:
+            raise ArgumentError("routing", f"one built for {name} {want}", f"one for {got}")
+    if routing.buffer.device != device:
+        raise ArgumentError("routing", f"device {device}, as x", str(routing.buffer.device))
 
 
 def routing_words(num_pairs: int, num_groups: int, block_m: int, expected_pairs: int) -> int:
@@ -119,6 +129,11 @@ def routing_words(num_pairs: int, num_groups: int, block_m: int, expected_pairs:
         return ROUTING_HEADER + 2 * num_pairs if lists_pairs(num_pairs, expected_pairs) else 0
     words = ROUTING_HEADER + num_pairs + 3 * max_tiles(num_pairs, num_groups, block_m)
     return words if num_pairs <= MAX_PAIRS_COMPARED else words + num_pairs + 2 * num_groups + 1
+
+
+def most_routing_words(num_pairs: int, num_groups: int) -> int:
+    """Return the int32 words that suffice for any block_m: a sum, for sizes that are symbols."""
+    return ROUTING_HEADER + 5 * num_pairs + 2 * num_groups + 1
 
 
 def build_routing(
@@ -139,33 +154,28 @@ def build_routing(
     adapter slots, -1 for base-only tokens. num_global_experts: under expert parallelism, the
     experts of all ranks: tells the tile rule which share of the pairs to expect here. rank: r;
     group_elements: of all factors of one (adapter, expert), both stages: the rule looks at these too.
-    block_m: rows of a tile, by default from the tile rule; 0 asks for the pairwise kernels, which
-    need no routing. Reads nothing back to the host.
+    block_m: rows of a tile, 16, 32 or 64; by default from the tile rule. 0 asks for the pairwise
+    kernels, which need no routing. Reads nothing back to the host. Raises as `fused_moe_lora`.
     """
-    from moelora.kernels import ops
+    from . import ops
 
-    num_groups = num_adapters * num_local_experts
-    _check(topk_ids, token_lora_mapping, num_groups)
+    check_ids(topk_ids, token_lora_mapping)
     require_triton(topk_ids)
-    expected = topk_ids.numel()
-    if num_global_experts:
-        expected = cdiv(expected * num_local_experts, max(num_local_experts, num_global_experts))
-    if block_m is None:
-        block_m = choose_block_m(topk_ids.numel(), num_groups, expected, rank, group_elements)
+    num_tokens, top_k = topk_ids.shape
+    sizes = (num_tokens, top_k, num_adapters, num_local_experts)
+    told = (*sizes, num_global_experts, rank, group_elements, block_m)
     if not ops.goes_through_operator(topk_ids):
+        expected, block_m = known_rule(*told)
         return build_routing_eager(
-            topk_ids,
-            token_lora_mapping,
-            num_adapters,
-            num_local_experts,
-            block_m,
-            workspace,
-            expected,
-        )
+            topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m, workspace,
+            expected, rank, group_elements,
+        )  # fmt: skip
+    hints = (check_sizes(*told), rank, group_elements)
+    block_m = BY_THE_RULE if block_m is None else block_m
     buffer = ops.build_routing_op(
-        topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m, expected
+        topk_ids, token_lora_mapping, num_adapters, num_local_experts, block_m, *hints
     )
-    return MoeLoraRouting(buffer, topk_ids.numel(), num_groups, block_m, expected)
+    return MoeLoraRouting(buffer, *sizes, block_m, *hints)
 
 
 def build_routing_eager(
@@ -176,13 +186,20 @@ def build_routing_eager(
     block_m: int,
     workspace: MoeLoraWorkspace | None,
     expected_pairs: int,
+    rank: int = 16,
+    group_elements: int = 0,
+    words: int | None = None,
 ) -> MoeLoraRouting:
-    """Launch the routing kernels; the arguments are checked."""
+    """Launch the routing kernels; the arguments are checked. words: of the buffer, if more."""
     num_groups, num_pairs = num_adapters * num_local_experts, topk_ids.numel()
-    words = routing_words(num_pairs, num_groups, block_m, expected_pairs)
-    buffer = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
-    routing = MoeLoraRouting(buffer, num_pairs, num_groups, block_m, expected_pairs)
-    if words == 0 or num_pairs == 0:
+    needed = routing_words(num_pairs, num_groups, block_m, expected_pairs)
+    buffer = torch.empty(words or needed, dtype=torch.int32, device=topk_ids.device)
+    num_tokens, top_k = topk_ids.shape
+    routing = MoeLoraRouting(
+        buffer, num_tokens, top_k, num_adapters, num_local_experts, block_m, expected_pairs, rank,
+        group_elements,
+    )  # fmt: skip
+    if needed == 0 or num_pairs == 0:
         return routing
     comparing = num_pairs <= MAX_PAIRS_COMPARED
     counters = buffer  # a list needs none

@@ -7,7 +7,7 @@ USE_PDL as in grouped.py.
 import triton
 import triton.language as tl
 
-from moelora.kernels.parts import ROUTING_HEADER, pair_list
+from .parts import ROUTING_HEADER, pair_list
 
 
 @triton.jit

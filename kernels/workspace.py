@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from moelora.kernels.errors import ArgumentError
-from moelora.kernels.launch import gpu_of
-from moelora.kernels.tiles import most_partial_rows
+from .errors import ArgumentError
+from .launch import gpu_of
+from .tiles import most_partial_rows
 
 # int32 words before the counters per group: [0:2] the 64-bit cursor of the comparing kernel.
 # All counters are zero between two calls.
@@ -23,6 +23,15 @@ class MoeLoraWorkspace:
 
     counters: torch.Tensor
     partials: torch.Tensor
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("counters", torch.int32), ("partials", torch.float32)):
+            part, device = getattr(self, name), self.counters.device
+            if part.dtype != dtype or part.device != device or not part.is_contiguous():
+                raise ArgumentError(
+                    f"workspace.{name}", f"contiguous {dtype} on {device}",
+                    f"{part.dtype} on {part.device}, strides {part.stride()}",
+                )  # fmt: skip
 
 
 def allocate_workspace(
@@ -46,6 +55,18 @@ def allocate_workspace(
         ),
         partials=torch.empty(rows * columns, dtype=torch.float32, device=device),
     )
+
+
+def check_workspace(workspace: MoeLoraWorkspace | None, device: torch.device) -> None:
+    """Raise unless it is a workspace of the device."""
+    if workspace is None:
+        return
+    if not isinstance(workspace, MoeLoraWorkspace):
+        raise ArgumentError(
+            "workspace", "what allocate_workspace returned", type(workspace).__name__
+        )
+    if workspace.counters.device != device:
+        raise ArgumentError("workspace", f"device {device}", str(workspace.counters.device))
 
 
 def counters_for(

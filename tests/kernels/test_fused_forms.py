@@ -130,6 +130,34 @@ def test_combine_of_strided_tensors(dtype: torch.dtype) -> None:
     assert bool((out[:, 16:] == 7).all())
 
 
+def test_combine_reads_no_scaling_of_a_free_slot() -> None:
+    """alpha / 0 of a slot without adapter must not reach the tokens without one."""
+    p = make_problem(Case(9, 3, 3, 5, 26, 72, 6, x_per_pair=True, weighted=True), device=DEVICE)
+    with_base_rows(p)
+    p.args[4][p.args[4] == 0] = -1
+    scaling = torch.full((3, 1, 1), 2.0, device=DEVICE)
+    scaling[0] = float("inf")
+    weights = p.kwargs["topk_weights"]
+    out, want = torch.zeros(9, 72, device=DEVICE), torch.zeros(9, 72, device=DEVICE)
+    for function, result in (
+        (fused_moe_lora_combine, out), (fused_moe_lora_combine_reference, want),
+    ):  # fmt: skip
+        function(result, p.output, *p.args, scaling=scaling, topk_weights=weights)
+    assert bool((p.args[4] == -1).any()) and error_norm(out, want) <= TOLERANCE[torch.float32]
+
+
+def test_no_experts_per_token() -> None:
+    """K = 0: a sum of nothing."""
+    p = make_problem(Case(4, 1, 2, 3, 24, 20, 4, x_per_pair=True, weighted=True), device=DEVICE)
+    x, a, b, ids, mapping = p.args
+    out = torch.full((4, 20), 7.0, device=DEVICE)
+    fused_moe_lora_combine(
+        out, p.output[:, :0], x[:, :0], a, b, ids[:, :0], mapping, scaling=1.0,
+        topk_weights=p.kwargs["topk_weights"][:, :0],
+    )  # fmt: skip
+    assert not bool(out.any())
+
+
 def test_combine_beyond_32_bits() -> None:
     """The rows of one token lie 2**30 elements apart: (K, T, N) of a large batch."""
     case = Case(1, 3, 3, 5, 26, 16, 6, x_per_pair=True, weighted=True, ids="local", slots="all")
