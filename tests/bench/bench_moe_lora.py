@@ -226,5 +226,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     torch.manual_seed(1)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    expert_parallel(options.ranks, options.tokens)
-    host_time()
+    with torch.inference_mode():  # as engines call it
+        expert_parallel(options.ranks, options.tokens)
+        host_time()
