@@ -53,11 +53,13 @@ PATHS = {
 def test_agrees_with_reference(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block_m, compared, ranks = PATHS[path]
     monkeypatch.setattr("moelora.kernels.routing.MAX_PAIRS_COMPARED", compared)
+    monkeypatch.setattr("moelora.kernels.tiles.LEAST_LISTED", 1)
     p = make_problem(case, seed=1, device=DEVICE)
     routing = build_routing(
         *p.args[3:], num_adapters=case.L, num_local_experts=case.E, block_m=block_m,
         num_global_experts=ranks * case.E,
     )  # fmt: skip
+    assert routing.has_list == (path == "listed" and case.T * case.K > 0)
     run_and_check(p, routing=routing)
 
 

@@ -13,9 +13,10 @@ SCRIPT = Path(__file__).parent / "guarded_calls.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = [p for p in (os.environ.get("PYTHONPATH"), str(SCRIPT.parent)) if p]
     return subprocess.run(
         [sys.executable, "-P", str(SCRIPT), *arguments],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SCRIPT.parent)},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ CASES = [
     Case(40, 2, 33, 41, 8, 8, 2),  # more than 1024 virtual experts
     Case(300, 2, 2, 5, 8, 8, 2),  # more pairs than one block
     Case(9, 2, 3, 4, 8, 8, 2, ids="elsewhere"),  # nothing to do
-    Case(31, 4, 70, 41, 8, 8, 2, id_dtype=torch.int64),  # more groups than one scan chunk
+    Case(31, 4, 120, 41, 8, 8, 2, id_dtype=torch.int64),  # more groups than one scan chunk
 ]
 
 
