@@ -12,7 +12,7 @@ from .activation_kernels import (
 )
 from .argument_types import check_no_gradient, check_number, check_tensors, tell_autograd
 from .arguments import check_activation
-from .forms import FormPlan, check_form, check_written, plans, remember
+from .forms import FormPlan, check_form, plans
 from .fused import NOT_OF_THE_RIGHT_KIND, call_key, tensor_key
 from .launch import (
     INTERPRETED,
@@ -22,13 +22,15 @@ from .launch import (
     on_device,
     raw_stream,
 )
-from .plan import grouped_shrink, partials
+from .plan import check_written, grouped_shrink, partials
 from .problem import Problem, known_multiple
 from .routing import (
     MoeLoraRouting,
     build_routing_eager,
     max_tiles,
+    settled,
 )
+from .routing_arguments import remember
 from .tiles import MAX_PROGRAMS_PER_SM, cdiv
 from .workspace import MoeLoraWorkspace
 
@@ -67,21 +69,24 @@ def fused_moe_lora_activation(
     tensors = (gate_up, x, lora_a, lora_b, topk_ids, token_lora_mapping)
     options = (a_slices, gate_up_layout, num_local_experts, activation, limit, alpha)
     traced = ops.goes_through_operator(act, *tensors)
-    differentiable = torch.is_grad_enabled()
-    if differentiable:
+    if torch.is_grad_enabled():
         check_no_gradient(
             act=act, gate_up=gate_up, x=x, lora_a=lora_a, lora_b=lora_b, scaling=scaling
         )
+    key: tuple[Any, ...] | None = None
     plan = None
-    if not INTERPRETED and not traced:
-        try:
-            key: tuple[Any, ...] = ("activation", tensor_key(act), *options)
-            key += call_key(tensors, scaling, None, routing, workspace)
-            plan = plans.get(key)
-        except NOT_OF_THE_RIGHT_KIND:
-            pass  # the checks say what is wrong
+    if not traced:
+        routing = settled(routing)
+        if not INTERPRETED:
+            try:
+                key = ("activation", tensor_key(act), *options)
+                key += call_key(tensors, scaling, None, routing, workspace)
+                plan = plans.get(key)
+            except NOT_OF_THE_RIGHT_KIND:
+                key = None  # the checks say what is wrong
     if plan is None:
         p = _check(act, tensors, scaling, options, routing, workspace)
+        limit, alpha = float(limit), float(alpha)
         if p.sizes.num_tokens * p.sizes.top_k * p.sizes.out_features == 0:
             return act
         if traced:
@@ -94,12 +99,11 @@ def fused_moe_lora_activation(
         p = dataclasses.replace(p, sizes=p.sizes._replace(interleaved=_mixed(p, activation)))
         if INTERPRETED:
             return _interpret_activation(act, p, activation, limit, alpha, routing, workspace)
-        plan = remember(key, _activation_plan(p, act, activation, limit, alpha, routing))
+        plan = remember(plans, key, _activation_plan(p, act, activation, limit, alpha, routing))
     per_group = scaling if isinstance(scaling, torch.Tensor) else None
     with on_device(act):
         _run_activation(plan, act, *tensors, per_group, routing, workspace)
-    if differentiable:
-        tell_autograd(act)
+    tell_autograd(act)
     return act
 
 
@@ -112,9 +116,9 @@ def _check(
     workspace: MoeLoraWorkspace | None,
 ) -> Problem:
     """Return the checked problem, or raise ArgumentError or KernelUnavailableError."""
-    *shared, activation, limit, alpha = options
+    a_slices, layout, num_local_experts, activation, limit, alpha = options
     check_tensors(act=act)
-    p = check_form(tensors, scaling, None, *shared)
+    p = check_form(tensors, scaling, None, a_slices, layout, num_local_experts, name="gate_up")
     check_activation(act, p.output, activation, p.sizes)
     check_number("limit", limit)
     check_number("alpha", alpha)
@@ -249,4 +253,5 @@ def _interpret_activation(
     if result is not act:
         is_local = (p.topk_ids >= 0) & (p.topk_ids < p.sizes.num_local_experts)
         act[is_local] = result[is_local].to(act.dtype)
+    tell_autograd(act)
     return act

@@ -1,5 +1,6 @@
 """Checks of what kind of thing an argument is, before anything looks at its shape."""
 
+import numbers
 from typing import Any
 
 import torch
@@ -18,20 +19,20 @@ def check_tensors(**tensors: Any) -> None:
 
 def check_count(name: str, count: Any, least: int = 0) -> None:
     """Raise unless `count` is a whole number, at least `least`."""
-    if not isinstance(count, (int, torch.SymInt)) or count < least:
+    if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)) or count < least:
         raise ArgumentError(name, f"a whole number, at least {least}", repr(count))
 
 
 def check_number(name: str, number: Any) -> None:
     """Raise unless `number` is a real number."""
-    if isinstance(number, (str, bytes)) or not hasattr(number, "__float__"):
+    if not isinstance(number, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)):
         raise ArgumentError(name, "a number", repr(number))
 
 
 def check_no_gradient(**tensors: Any) -> None:
     """Raise where autograd would have to follow: the kernels have no backward pass."""
     for name, tensor in tensors.items():
-        if getattr(tensor, "requires_grad", False):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise ArgumentError(
                 name,
                 "a tensor without gradient, as these kernels have no backward pass (detach it, or "

@@ -84,7 +84,7 @@ def derive_a_slices(lora_a: torch.Tensor, rank: int, a_slices: int | None) -> in
                 f"{rows} rows in shape {_shape(lora_a)}",
             )
         a_slices = 1 if rows == rank else 2
-    if a_slices not in (1, 2):
+    elif a_slices not in (1, 2) or not isinstance(a_slices, int):
         raise ArgumentError("a_slices", "1 or 2 (rows of lora_a / r of lora_b)", str(a_slices))
     if rows != a_slices * rank:
         raise ArgumentError(
@@ -134,6 +134,7 @@ def check_scaling(
     if not isinstance(scaling, torch.Tensor):
         check_number("scaling", scaling)
         return float(scaling), None
+    check_tensors(scaling=scaling)
     if scaling.dtype != torch.float32:
         raise ArgumentError("scaling", "a float or a float32 tensor", str(scaling.dtype))
     if scaling.device != device:
@@ -146,7 +147,7 @@ def check_scaling(
         raise ArgumentError(
             "scaling", f"(L or 1, E or 1, S or 1) of (L, E, S) = {full}", f"shape {_shape(scaling)}"
         )
-    return 1.0, scaling.expand(full)
+    return 1.0, (scaling if fits else scaling.reshape(1, 1, 1)).expand(full)
 
 
 def check_problem(
@@ -161,12 +162,14 @@ def check_problem(
     a_slices: int | None,
     gate_up_layout: str,
     num_local_experts: int | None,
+    name: str = "output",
 ) -> Sizes:
-    """Check every argument of `fused_moe_lora` but `scaling`; raise `ArgumentError` or return `Sizes`."""
-    check_tensors(
-        output=output, x=x, lora_a=lora_a, lora_b=lora_b, topk_ids=topk_ids,
-        token_lora_mapping=token_lora_mapping,
-    )  # fmt: skip
+    """Check every argument of `fused_moe_lora` but `scaling`; raise `ArgumentError` or return `Sizes`.
+
+    name: of the argument that `output` is.
+    """
+    check_tensors(**{name: output}, x=x, lora_a=lora_a, lora_b=lora_b, topk_ids=topk_ids)
+    check_tensors(token_lora_mapping=token_lora_mapping)
     if topk_weights is not None:
         check_tensors(topk_weights=topk_weights)
     _check_dims("topk_ids", topk_ids, "T, K")
@@ -175,13 +178,13 @@ def check_problem(
     _check_ids("token_lora_mapping", token_lora_mapping, (num_tokens,))
     _check_dims("lora_a", lora_a, "L, E or 1, S*r, in")
     _check_dims("lora_b", lora_b, "L, E or 1, N, r")
-    _check_dims("output", output, "T, K, N")
+    _check_dims(name, output, "T, K, N")
     if x.dim() not in (2, 3):
         raise ArgumentError("x", "shape (T, in) or (T, K, in)", f"shape {_shape(x)}")
-    _check_floats(x, lora_a=lora_a, lora_b=lora_b, output=output)
+    _check_floats(x, lora_a=lora_a, lora_b=lora_b, **{name: output})
     _check_layout(
         x,
-        output=output,
+        **{name: output},
         lora_a=lora_a,
         lora_b=lora_b,
         topk_ids=topk_ids,

@@ -8,7 +8,7 @@ from . import ops, tiles
 from .argument_types import check_no_gradient, check_tensors, tell_autograd
 from .arguments import check_combine
 from .combine_kernels import _pairwise_combine_kernel
-from .forms import FormPlan, check_form, check_written, plans, remember
+from .forms import FormPlan, check_form, plans
 from .fused import NOT_OF_THE_RIGHT_KIND, call_key, fused_moe_lora, tensor_key
 from .launch import (
     INTERPRETED,
@@ -18,9 +18,10 @@ from .launch import (
     on_device,
     raw_stream,
 )
-from .plan import pairwise_shrink, partials
+from .plan import check_written, pairwise_shrink, partials
 from .problem import Problem
-from .routing import MoeLoraRouting
+from .routing import MoeLoraRouting, settled
+from .routing_arguments import remember
 from .tiles import cdiv
 from .workspace import MoeLoraWorkspace
 
@@ -52,46 +53,47 @@ def fused_moe_lora_combine(
     """
     tensors = (down, x, lora_a, lora_b, topk_ids, token_lora_mapping)
     traced = ops.goes_through_operator(out, *tensors)
-    differentiable = torch.is_grad_enabled()
-    if differentiable:
+    if torch.is_grad_enabled():
         check_no_gradient(out=out, down=down, x=x, lora_a=lora_a, lora_b=lora_b, scaling=scaling,
                           topk_weights=topk_weights)  # fmt: skip
+    key: tuple[Any, ...] | None = None
     plan = p = None
-    if not INTERPRETED and not traced:
-        try:
-            key: tuple[Any, ...] = ("combine", tensor_key(out), num_local_experts)
-            key += call_key(tensors, scaling, topk_weights, routing, workspace)
-            plan = plans.get(key)
-        except NOT_OF_THE_RIGHT_KIND:
-            pass  # the checks say what is wrong
+    if not traced:
+        routing = settled(routing)
+        if not INTERPRETED:
+            try:
+                key = ("combine", tensor_key(out), num_local_experts)
+                key += call_key(tensors, scaling, topk_weights, routing, workspace)
+                plan = plans.get(key)
+            except NOT_OF_THE_RIGHT_KIND:
+                key = None  # the checks say what is wrong
     if plan is None:
         p = _check(out, tensors, scaling, topk_weights, num_local_experts, routing, workspace)
         if out.numel() == 0:
             return out
         if p.sizes.top_k == 0:
             return out.zero_()
-    if traced and p is not None:
-        ops.fused_moe_lora_combine_op(
-            out, *tensors, p.scaling, p.scaling_per_group, topk_weights,
-            p.sizes.num_local_experts, *ops.routing_arguments(routing),
-        )  # fmt: skip
-        return out
+        if traced:
+            ops.fused_moe_lora_combine_op(
+                out, *tensors, p.scaling, p.scaling_per_group, topk_weights,
+                p.sizes.num_local_experts, *ops.routing_arguments(routing),
+            )  # fmt: skip
+            return out
     use_delta = topk_ids.numel() <= MAX_PAIRS_GATHERED
     if not use_delta:
         fused_moe_lora(
             *tensors, scaling=scaling, a_slices=1, num_local_experts=num_local_experts,
             routing=routing, workspace=workspace,
         )  # fmt: skip
-    if INTERPRETED and p is not None:
-        return _interpret_combine(out, p, use_delta, workspace)
     if plan is None:
         assert p is not None
-        plan = remember(key, _combine_plan(p, out, use_delta))
+        if INTERPRETED:
+            return _interpret_combine(out, p, use_delta, workspace)
+        plan = remember(plans, key, _combine_plan(p, out, use_delta))
     per_group = scaling if isinstance(scaling, torch.Tensor) else None
     with on_device(out):
         _run_combine(plan, out, *tensors, per_group, topk_weights, workspace)
-    if differentiable:
-        tell_autograd(out)
+    tell_autograd(out)
     return out
 
 
@@ -106,7 +108,9 @@ def _check(
 ) -> Problem:
     """Return the checked problem, or raise ArgumentError or KernelUnavailableError."""
     check_tensors(out=out, topk_weights=topk_weights)
-    p = check_form(tensors, scaling, topk_weights, 1, "concatenated", num_local_experts)
+    p = check_form(
+        tensors, scaling, topk_weights, 1, "concatenated", num_local_experts, name="down"
+    )
     check_combine(out, p.output, p.sizes)
     check_written("out", out, workspace, routing, p.sizes)
     return p
@@ -123,7 +127,10 @@ def _interpret_combine(
         _combine_plan(q, result, use_delta), result, q.output, q.x, q.lora_a, q.lora_b,
         q.topk_ids, q.mapping, q.scaling_per_group, q.topk_weights, workspace,
     )  # fmt: skip
-    return out if result is out else out.copy_(result)
+    if result is not out:
+        out.copy_(result)
+    tell_autograd(out)
+    return out
 
 
 def _combine_plan(p: Problem, out: torch.Tensor, use_delta: bool) -> FormPlan:

@@ -1,4 +1,4 @@
-"""The expand kernels that end in the weighted sum over top-k: out = sum_k w * (down + delta).
+"""The expand kernel that ends in the weighted sum over top-k: out = sum_k w * (down + delta).
 
 Letters and USE_PDL as in grouped.py.
 """

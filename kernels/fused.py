@@ -5,14 +5,14 @@ from typing import Any
 import torch
 
 from . import ops
-from .argument_types import check_no_gradient, check_no_overlap, tell_autograd
+from .argument_types import check_no_gradient, tell_autograd
 from .arguments import check_output, check_problem, check_scaling
 from .launch import INTERPRETED, on_device, require_triton
-from .plan import Plan, add_plan, run_add
+from .plan import Plan, add_plan, check_written, run_add
 from .problem import Problem
-from .routing import MoeLoraRouting, check_routing
-from .routing_arguments import MAX_CACHED
-from .workspace import MoeLoraWorkspace, check_workspace
+from .routing import MoeLoraRouting, settled
+from .routing_arguments import remember
+from .workspace import MoeLoraWorkspace
 
 _plans: dict[tuple[Any, ...], Plan | None] = {}
 _UNKNOWN: Any = object()  # None is a plan: nothing to do
@@ -44,7 +44,7 @@ def fused_moe_lora(
     lora_a: (L, E or 1, S*r, in), S stacked A factors ([A_gate; A_up]). lora_b: (L, E or 1, N, r).
     topk_ids: (T, K) local expert ids, negative for experts elsewhere.
     token_lora_mapping: (T,) adapter slots, -1 for base-only tokens.
-    scaling: a number, or fp32 broadcastable to (L, E, S). topk_weights: (T, K), optional.
+    scaling: a number, or fp32 of one element or (L or 1, E or 1, S or 1). topk_weights: (T, K), optional.
     gate_up_layout: which rows of B the second A feeds: the second half ("concatenated") or the
     odd ones ("interleaved"); only matters for S = 2.
     num_local_experts: E, needed only where both factors have expert dim 1.
@@ -58,42 +58,35 @@ def fused_moe_lora(
     tensors = (output, x, lora_a, lora_b, topk_ids, token_lora_mapping)
     options = (a_slices, gate_up_layout, num_local_experts)
     traced = ops.goes_through_operator(output, x, topk_ids)
-    differentiable = torch.is_grad_enabled()
-    if differentiable:
+    if torch.is_grad_enabled():
         check_no_gradient(output=output, x=x, lora_a=lora_a, lora_b=lora_b, scaling=scaling,
                           topk_weights=topk_weights)  # fmt: skip
-    if not INTERPRETED and not traced:
-        try:
-            key = call_key(tensors, scaling, topk_weights, routing, workspace) + options
-            plan = _plans.get(key, _UNKNOWN)
-        except NOT_OF_THE_RIGHT_KIND:
-            plan = _UNKNOWN
-        if plan is _UNKNOWN:
-            problem = _check(*tensors, scaling, topk_weights, *options)
-            check_workspace(workspace, x.device)
-            plan = add_plan(problem, routing)
-            if len(_plans) >= MAX_CACHED:
-                _plans.clear()
-            _plans[key] = plan
-        per_group = scaling if isinstance(scaling, torch.Tensor) else None
-        _run(plan, *tensors, per_group, topk_weights, routing, workspace)
-        if differentiable:
-            tell_autograd(output)
-        return output
-    problem = _check(*tensors, scaling, topk_weights, *options)
-    check_workspace(workspace, x.device)
-    if routing is not None:
-        check_routing(routing, problem.sizes, x.device)
+    key, plan = None, _UNKNOWN
     if not traced:
-        _run_upcast(problem, routing, workspace)
-        if differentiable:
+        routing = settled(routing)
+        if not INTERPRETED:
+            try:
+                key = call_key(tensors, scaling, topk_weights, routing, workspace) + options
+                plan = _plans.get(key, _UNKNOWN)
+            except NOT_OF_THE_RIGHT_KIND:
+                key = None  # the checks say what is wrong
+    if plan is _UNKNOWN:
+        problem = _check(*tensors, scaling, topk_weights, *options, routing, workspace)
+        if traced:
+            ops.fused_moe_lora_op(
+                *tensors, problem.scaling, problem.scaling_per_group, topk_weights,
+                problem.sizes.a_slices, gate_up_layout, problem.sizes.num_local_experts,
+                *ops.routing_arguments(routing),
+            )  # fmt: skip
+            return output
+        if INTERPRETED:
+            _run_upcast(problem, routing, workspace)
             tell_autograd(output)
-        return output
-    ops.fused_moe_lora_op(
-        *tensors, problem.scaling, problem.scaling_per_group, topk_weights,
-        problem.sizes.a_slices, gate_up_layout, problem.sizes.num_local_experts,
-        *ops.routing_arguments(routing),
-    )  # fmt: skip
+            return output
+        plan = remember(_plans, key, add_plan(problem, routing))
+    per_group = scaling if isinstance(scaling, torch.Tensor) else None
+    _run(plan, *tensors, per_group, topk_weights, routing, workspace)
+    tell_autograd(output)
     return output
 
 
@@ -137,6 +130,8 @@ def _check(
     a_slices: int | None,
     gate_up_layout: str,
     num_local_experts: int | None,
+    routing: MoeLoraRouting | None,
+    workspace: MoeLoraWorkspace | None,
 ) -> Problem:
     """Return the checked problem, or raise ArgumentError or KernelUnavailableError."""
     sizes = check_problem(
@@ -152,7 +147,7 @@ def _check(
         num_local_experts=num_local_experts,
     )
     check_output(output, (sizes.num_tokens, sizes.top_k, sizes.out_features))
-    check_no_overlap("output", output)
+    check_written("output", output, workspace, routing, sizes)
     value, per_group = check_scaling(scaling, sizes, x.device)
     require_triton(x)
     return Problem(

@@ -12,11 +12,12 @@ from .routing import (
     MoeLoraRouting,
     build_routing_eager,
     most_routing_words,
+    settled,
 )
 from .routing_arguments import rule_of
 
-# The name of the package that this folder is part of: copies in two engines do not collide.
-NAMESPACE = __name__.partition(".")[0]
+# The name of this package: no copy of the folder collides with another, or with its engine's own.
+NAMESPACE = __name__.rpartition(".")[0].replace(".", "_")
 
 
 def goes_through_operator(*tensors: torch.Tensor) -> bool:
@@ -89,9 +90,11 @@ def _routing(
     num_tokens, top_k = topk_ids.shape
     sizes = (num_tokens, top_k, lora_b.shape[0], num_local_experts)
     hints = (expected_pairs, rank, group_elements)
-    if block_m == BY_THE_RULE:
-        block_m = rule_of(*sizes, *hints)
-    return MoeLoraRouting(buffer, *sizes, block_m, *hints)
+    return settled(MoeLoraRouting(buffer, *sizes, block_m, *hints))
+
+
+def _nothing_new(*_: object) -> None:
+    """What the operators that write in place look like to fake tensors."""
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,27 +140,7 @@ def fused_moe_lora_op(
     )
 
 
-@fused_moe_lora_op.register_fake
-def _(
-    output: torch.Tensor,
-    x: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    topk_ids: torch.Tensor,
-    token_lora_mapping: torch.Tensor,
-    scaling: float,
-    scaling_per_group: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    a_slices: int,
-    gate_up_layout: str,
-    num_local_experts: int,
-    routing_buffer: torch.Tensor | None,
-    block_m: int,
-    expected_pairs: int,
-    rank: int,
-    group_elements: int,
-) -> None:
-    return None
+fused_moe_lora_op.register_fake(_nothing_new)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::fused_moe_lora_activation", mutates_args=("act",))
@@ -203,30 +186,7 @@ def fused_moe_lora_activation_op(
     )
 
 
-@fused_moe_lora_activation_op.register_fake
-def _(
-    act: torch.Tensor,
-    gate_up: torch.Tensor,
-    x: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    topk_ids: torch.Tensor,
-    token_lora_mapping: torch.Tensor,
-    scaling: float,
-    scaling_per_group: torch.Tensor | None,
-    activation: str,
-    limit: float,
-    alpha: float,
-    a_slices: int,
-    gate_up_layout: str,
-    num_local_experts: int,
-    routing_buffer: torch.Tensor | None,
-    block_m: int,
-    expected_pairs: int,
-    rank: int,
-    group_elements: int,
-) -> None:
-    return None
+fused_moe_lora_activation_op.register_fake(_nothing_new)
 
 
 # with many pairs the deltas are added to `down` first
@@ -265,23 +225,4 @@ def fused_moe_lora_combine_op(
     )
 
 
-@fused_moe_lora_combine_op.register_fake
-def _(
-    out: torch.Tensor,
-    down: torch.Tensor,
-    x: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    topk_ids: torch.Tensor,
-    token_lora_mapping: torch.Tensor,
-    scaling: float,
-    scaling_per_group: torch.Tensor | None,
-    topk_weights: torch.Tensor,
-    num_local_experts: int,
-    routing_buffer: torch.Tensor | None,
-    block_m: int,
-    expected_pairs: int,
-    rank: int,
-    group_elements: int,
-) -> None:
-    return None
+fused_moe_lora_combine_op.register_fake(_nothing_new)

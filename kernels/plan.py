@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from . import tiles
+from .argument_types import check_no_overlap
 from .arguments import Sizes
 from .errors import ArgumentError
 from .grouped import _fused_moe_lora_expand_kernel, _fused_moe_lora_shrink_kernel
@@ -22,7 +23,7 @@ from .routing import (
     max_tiles,
 )
 from .tiles import MAX_PROGRAMS_PER_SM, cdiv
-from .workspace import MoeLoraWorkspace
+from .workspace import MoeLoraWorkspace, check_workspace
 
 
 @dataclass
@@ -35,6 +36,17 @@ class Plan:
     expand: Launch
     partial_elements: int
     partial_dtype: torch.dtype
+
+
+def check_written(
+    name: str, written: torch.Tensor, workspace: MoeLoraWorkspace | None,
+    routing: MoeLoraRouting | None, sizes: Sizes,
+) -> None:  # fmt: skip
+    """Raise unless the tensor can be written to, and what the caller prepared fits the call."""
+    check_no_overlap(name, written)
+    check_workspace(workspace, written.device)
+    if routing is not None:
+        check_routing(routing, sizes, written.device)
 
 
 def partials(
@@ -190,8 +202,6 @@ def add_plan(p: Problem, routing: MoeLoraRouting | None) -> Plan | None:
     """Return the plan of the in-place add; None where there is nothing to do."""
     s = p.sizes
     num_pairs, num_groups = s.num_tokens * s.top_k, s.num_adapters * s.num_local_experts
-    if routing is not None:
-        check_routing(routing, s, p.x.device)
     if 0 in (num_pairs, num_groups, s.rank, s.out_features, s.in_features):
         return None
     if routing is None:

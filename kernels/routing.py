@@ -14,8 +14,15 @@ import torch
 
 from .arguments import Sizes
 from .errors import ArgumentError
-from .launch import Launch, can_launch_early, raw_stream, require_triton
-from .routing_arguments import MAX_CACHED, check_ids, check_sizes, known_rule
+from .launch import Launch, can_launch_early, on_device, raw_stream, require_triton
+from .routing_arguments import (
+    BLOCKS_M,
+    check_ids,
+    check_sizes,
+    known_rule,
+    remember,
+    rule_of,
+)
 from .routing_kernels import (
     _count_pairs_kernel,
     _list_pairs_kernel,
@@ -29,7 +36,7 @@ from .tiles import (
     lists_pairs,
     power_of_2,
 )
-from .workspace import COUNTER_HEADER, MoeLoraWorkspace, counters_for
+from .workspace import COUNTER_HEADER, MoeLoraWorkspace, check_workspace, counters_for
 
 # Up to this many pairs each program compares its pairs with all others: one launch, no counters
 # per group. Above, the pairs are counted per group, and scattered: three launches.
@@ -53,7 +60,7 @@ class MoeLoraRouting(NamedTuple):
       header (ROUTING_HEADER): number of tiles
       sorted pairs (P): pair ids, grouped by virtual expert
       tiles (max_tiles, 3 arrays one after the other): virtual expert, first position, rows
-    With block_m 0 (the pairwise kernels) it is empty, or where most pairs are elsewhere:
+    With block_m 0 (the pairwise kernels) nothing is read of it, or where most pairs are elsewhere:
       header (ROUTING_HEADER): number of entries
       list (P, int64): virtual expert << 32 | pair id of each pair with work, then -1
     """
@@ -111,6 +118,13 @@ def max_tiles(num_pairs: int, num_groups: int, block_m: int) -> int:
     return min(num_pairs, (num_pairs + groups * (block_m - 1)) // block_m)
 
 
+def settled(routing: MoeLoraRouting | None) -> MoeLoraRouting | None:
+    """Return the routing with the block_m that it was built with, if it comes from a traced call."""
+    if isinstance(routing, MoeLoraRouting) and routing.block_m == BY_THE_RULE:
+        return routing._replace(block_m=rule_of(*routing[1:5], *routing[6:]))
+    return routing
+
+
 def check_routing(routing: MoeLoraRouting, sizes: Sizes, device: torch.device) -> None:
     """Raise unless the routing was built for a call of these sizes."""
     if not isinstance(routing, MoeLoraRouting):
@@ -121,6 +135,8 @@ def check_routing(routing: MoeLoraRouting, sizes: Sizes, device: torch.device) -
             raise ArgumentError("routing", f"one built for {name} {want}", f"one for {got}")
     if routing.buffer.device != device:
         raise ArgumentError("routing", f"device {device}, as x", str(routing.buffer.device))
+    if routing.block_m not in (*BLOCKS_M, BY_THE_RULE):
+        raise ArgumentError("routing", f"a block_m of {BLOCKS_M}", str(routing.block_m))
 
 
 def routing_words(num_pairs: int, num_groups: int, block_m: int, expected_pairs: int) -> int:
@@ -160,6 +176,7 @@ def build_routing(
     from . import ops
 
     check_ids(topk_ids, token_lora_mapping)
+    check_workspace(workspace, topk_ids.device)
     require_triton(topk_ids)
     num_tokens, top_k = topk_ids.shape
     sizes = (num_tokens, top_k, num_adapters, num_local_experts)
@@ -192,6 +209,10 @@ def build_routing_eager(
 ) -> MoeLoraRouting:
     """Launch the routing kernels; the arguments are checked. words: of the buffer, if more."""
     num_groups, num_pairs = num_adapters * num_local_experts, topk_ids.numel()
+    if num_groups >= 2**31 or num_pairs >= 2**31:
+        raise ArgumentError(
+            "topk_ids", "fewer than 2**31 pairs and groups", f"{num_pairs}, {num_groups}"
+        )
     needed = routing_words(num_pairs, num_groups, block_m, expected_pairs)
     buffer = torch.empty(words or needed, dtype=torch.int32, device=topk_ids.device)
     num_tokens, top_k = topk_ids.shape
@@ -213,14 +234,14 @@ def build_routing_eager(
     )  # fmt: skip
     launches = _launches.get(key)
     if launches is None:
-        if len(_launches) >= MAX_CACHED:
-            _launches.clear()
-        launches = _launches[key] = _prepare(
+        launches = _prepare(
             topk_ids, token_lora_mapping, num_adapters, num_local_experts, routing, comparing
         )
-    stream = raw_stream(topk_ids.device)
-    for launch in launches:
-        launch(stream, topk_ids, token_lora_mapping, buffer, counters)
+        remember(_launches, key, launches)
+    with on_device(topk_ids):
+        stream = raw_stream(topk_ids.device)
+        for launch in launches:
+            launch(stream, topk_ids, token_lora_mapping, buffer, counters)
     return routing
 
 

@@ -14,11 +14,22 @@ BLOCKS_M = (0, 16, 32, 64)
 MAX_CACHED = 4096  # plans, launches and answers of the rule, by shape
 
 
+def remember(known: dict[Any, Any], key: Any, value: Any) -> Any:
+    """Keep the value for calls with the same key, if there is one, and return it."""
+    if key is not None:
+        if len(known) >= MAX_CACHED:
+            known.clear()
+        known[key] = value
+    return value
+
+
 def check_ids(topk_ids: torch.Tensor, token_lora_mapping: torch.Tensor) -> None:
     """Raise unless both are ids of the same tokens, on one device."""
     for name, ids in (("topk_ids", topk_ids), ("token_lora_mapping", token_lora_mapping)):
         if not isinstance(ids, torch.Tensor) or ids.dtype not in INT_DTYPES:
             raise ArgumentError(name, "a tensor of int32 or int64", _what(ids))
+        if ids.layout != torch.strided:
+            raise ArgumentError(name, "a dense tensor", str(ids.layout))
     if topk_ids.dim() != 2:
         raise ArgumentError("topk_ids", "shape (T, K)", _what(topk_ids))
     if token_lora_mapping.shape != topk_ids.shape[:1]:
@@ -46,13 +57,8 @@ def check_sizes(
     check_count("num_local_experts", num_local_experts)
     check_count("rank", rank)
     check_count("group_elements", group_elements)
-    if block_m is not None and block_m not in BLOCKS_M:
+    if block_m is not None and (block_m not in BLOCKS_M or not isinstance(block_m, int)):
         raise ArgumentError("block_m", f"one of {BLOCKS_M}", repr(block_m))
-    num_groups = num_adapters * num_local_experts
-    if num_groups >= 2**31 or num_tokens * top_k >= 2**31:
-        raise ArgumentError(
-            "topk_ids", "fewer than 2**31 pairs and groups", f"{num_tokens * top_k}, {num_groups}"
-        )
     if num_global_experts is None:
         return num_tokens * top_k
     check_count("num_global_experts", num_global_experts)

@@ -47,7 +47,7 @@ def routed(p: Problem, path: str, monkeypatch: pytest.MonkeyPatch) -> MoeLoraRou
 
 def check_form(
     form: str, case: Case, index: int = -1, dim: int = 0, stride: int | None = None,
-    p: Problem | None = None, **options: object,
+    p: Problem | None = None, ranks: int = 1, **options: object,
 ) -> None:  # fmt: skip
     """Run a fused form with one of (result, base, x, a, b, ids, mapping, weights) spaced."""
     p = p or make_problem(case, seed=4, device=DEVICE)
@@ -70,5 +70,10 @@ def check_form(
         tensors[index] = spaced(tensors[index], dim, stride)
     if weights is not None:
         options["topk_weights"] = tensors[7]
+    if ranks > 1:  # with many, pairs without an adapter have a kernel of their own
+        options["routing"] = build_routing(
+            tensors[5], tensors[6], num_adapters=case.L, num_local_experts=case.E, block_m=16,
+            num_global_experts=ranks * case.E,
+        )  # fmt: skip
     run(*tensors[:7], **options)
     assert error_norm(tensors[0], want) <= TOLERANCE[torch.float32]

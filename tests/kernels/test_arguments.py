@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from moe_lora_cases import Case, Problem, make_problem
@@ -39,9 +40,10 @@ def _wrong(name: str) -> list[Any]:
         # (L,): read as (S,), it would pass where L is S
         "scaling": [
             torch.zeros(2, 3, 4), torch.zeros(2, 3, 1).double(), torch.zeros(2), "2", [2.0], 1j,
+            np.array(2.0),
         ],
         "gate_up_layout": ["stacked"],
-        "a_slices": [3, 0],
+        "a_slices": [3, 0, 1.0],
         "num_local_experts": [-3, 2.5],
     }[name] + NO_TENSORS.get(name, [])  # fmt: skip
 
@@ -96,21 +98,24 @@ def test_rows_must_be_contiguous() -> None:
         fused_moe_lora(transposed, *p.args, **p.kwargs)
 
 
-def add(p: Problem, **options: Any) -> None:
-    fused_moe_lora(p.output, *p.args, **p.kwargs, **options)
+def add(p: Problem, seen: list[torch.Tensor] | None = None, **options: Any) -> None:
+    found = fused_moe_lora(p.output, *p.args, **p.kwargs, **options)
+    (seen if seen is not None else []).append(found)
 
 
-def activate(p: Problem, **options: Any) -> None:
+def activate(p: Problem, seen: list[torch.Tensor] | None = None, **options: Any) -> None:
     act = torch.zeros(*p.output.shape[:2], p.output.shape[2] // 2, device=DEVICE)
     fused_moe_lora_activation(act, p.output, *p.args, **p.kwargs, activation="silu", **options)
+    (seen if seen is not None else []).append(act)
 
 
-def combine(p: Problem, **options: Any) -> None:
+def combine(p: Problem, seen: list[torch.Tensor] | None = None, **options: Any) -> None:
     out = torch.zeros(p.output.shape[0], p.output.shape[2], device=DEVICE)
     weights = torch.ones(p.output.shape[:2], device=DEVICE)
     options = {"scaling": p.kwargs["scaling"], "topk_weights": weights, **options}
     x, *rest = p.args
     fused_moe_lora_combine(out, p.output, x[:, None].repeat(1, 2, 1), *rest, **options)
+    (seen if seen is not None else []).append(out)
 
 
 FORMS = pytest.mark.parametrize("call", [add, activate, combine])
@@ -173,6 +178,13 @@ def test_autograd_sees_what_was_written() -> None:
     fused_moe_lora(p.output, *p.args, **p.kwargs)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+    versions = []
+    for call in (add, activate, combine):
+        written: list[torch.Tensor] = []
+        with torch.no_grad():
+            call(p, seen=written)
+        versions.append(written[0]._version)
+    assert min(versions) > 0
 
 
 @pytest.mark.usefixtures("path")
@@ -186,7 +198,7 @@ def test_elements_in_one_place_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("num_adapters", -2), ("num_local_experts", 2.0), ("block_m", 7), ("block_m", -16),
-     ("rank", None), ("group_elements", -1), ("num_global_experts", "8")],
+     ("rank", None), ("block_m", 16.0), ("num_adapters", True), ("workspace", "w"), ("group_elements", -1), ("num_global_experts", "8")],
 )  # fmt: skip
 def test_sizes_of_a_routing_are_checked(name: str, value: Any) -> None:
     p = make_problem(SMALL, device=DEVICE)

@@ -1,5 +1,6 @@
 """What is decided on the host: keys of plans, options, sizes of memory, sizes of zero."""
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -102,6 +103,27 @@ def test_plans_of_calls_that_differ_are_kept_apart() -> None:
     keys = [call_key(tuple(call[0]), *call[1:]) for call in calls]
     for one, other in itertools.combinations(keys, 2):
         assert one != other
+
+
+@pytest.mark.parametrize(
+    "changed", ["limit", "alpha", "activation", "gate_up_layout", "act", "out"]
+)
+def test_calls_that_differ_in_one_option(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With plans that are kept from call to call, as on a GPU."""
+    for part in ("fused", "activation", "combine"):
+        monkeypatch.setattr(f"moelora.kernels.{part}.INTERPRETED", False)
+    first = {"activation": "gpt_oss", "limit": 1.5, "alpha": 0.9, "gate_up_layout": "concatenated"}
+    second = {"limit": 2.5, "alpha": 1.7, "activation": "silu", "gate_up_layout": "interleaved"}
+    if changed == "out":
+        check_form("combine", DOWN)
+        check_form("combine", DOWN, 0)  # rows of `out` further apart
+        return
+    check_form("activation", GATE_UP, **first)
+    if changed == "act":
+        check_form("activation", GATE_UP, 0, 1, **first)
+    else:
+        case = dataclasses.replace(GATE_UP, interleaved=changed == "gate_up_layout")
+        check_form("activation", case, **{**first, changed: second[changed]})
 
 
 def test_counters_that_are_too_few_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,12 +49,13 @@ def test_beyond_32_bits(path: str, index: int, dim: int, monkeypatch: pytest.Mon
     check_result(p, now[0].contiguous())
 
 
+@pytest.mark.parametrize("ranks", [1, 9])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_activation_of_any_stride(interleaved: bool) -> None:
+def test_activation_of_any_stride(interleaved: bool, ranks: int) -> None:
     case = Case(5, 3, 3, 4, 24, 48, 8, S=2, interleaved=interleaved)
     for index, dims in ((0, 2), (1, 2), (2, 1), (3, 3), (4, 3), (5, 2), (6, 1)):
         for dim in range(dims):
-            check_form("activation", case, index, dim, activation="silu")
+            check_form("activation", case, index, dim, ranks=ranks, activation="silu")
 
 
 def test_combine_of_any_stride() -> None:

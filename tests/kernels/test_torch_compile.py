@@ -143,6 +143,45 @@ def test_one_graph_serves_all_batch_sizes() -> None:
     assert len(graphs) <= 3
 
 
+@pytest.mark.parametrize("tokens", [7, 700])
+def test_a_compiled_routing_serves_eager_calls(tokens: int) -> None:
+    """An engine may compile its router, and call the kernels from an operator of its own."""
+    p = make_problem(Case(tokens, 2, 3, 5, 24, 20, 6, S=2, ids="local"), device=DEVICE)
+
+    def route(ids: torch.Tensor, mapping: torch.Tensor) -> MoeLoraRouting:
+        return build_routing(ids, mapping, num_adapters=3, num_local_experts=5, rank=6)
+
+    torch._dynamo.reset()
+    routing = torch.compile(route, fullgraph=True, backend="aot_eager", dynamic=True)(*p.args[3:])
+    got = p.output.clone()
+    fused_moe_lora(got, *p.args, **p.kwargs, routing=routing)
+    check_result(p, got)
+    base = torch.randn(p.output.shape, device=DEVICE)
+    acts = [torch.zeros(tokens, 2, 10, device=DEVICE) for _ in range(2)]
+    for act, found in zip(acts, (routing, route(*p.args[3:])), strict=True):
+        fused_moe_lora_activation(act, base, *p.args, **p.kwargs, activation="silu", routing=found)
+    assert torch.equal(*acts)
+
+
+def test_numbers_may_change_between_compiled_calls() -> None:
+    p = make_problem(Case(7, 2, 3, 5, 24, 20, 6, S=2, scaling="float"), device=DEVICE)
+    del p.kwargs["scaling"]
+
+    def layer(base: torch.Tensor, scaling: float, limit: float) -> torch.Tensor:
+        act = base.new_zeros(7, 2, 10)
+        fused_moe_lora(base, *p.args, **p.kwargs, scaling=scaling)
+        return fused_moe_lora_activation(
+            act, base, *p.args, **p.kwargs, activation="gpt_oss", scaling=scaling, limit=limit
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    base = torch.randn(p.output.shape, device=DEVICE)
+    for scaling, limit in ((0.5, 7.0), (0.25, 1.5), (0.75, 2.5)):
+        want = layer(base.clone(), scaling, limit)
+        assert torch.equal(compiled(base.clone(), scaling, limit), want)
+
+
 def test_subclasses_and_copies_in_another_package(tmp_path: Path) -> None:
     """A subclass is computed like its tensor; a copy of the folder is a package of its own."""
 
@@ -165,4 +204,4 @@ def test_subclasses_and_copies_in_another_package(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
         env={k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"},
     )  # fmt: skip
-    assert done.stdout.strip() == "engine_of_mine::fused_moe_lora", done.stderr
+    assert done.stdout.strip() == "engine_of_mine_lora::fused_moe_lora", done.stderr
