@@ -15,6 +15,7 @@ from moelora.slicing.formats.reading import shorten
 from moelora.slicing.gc_pause import gc_paused
 from moelora.slicing.hints import hint_for
 from moelora.slicing.layout import ExpertPlacement, ParallelLayout
+from moelora.slicing.left_out import REASONS
 from moelora.slicing.lora import LoraModule
 from moelora.slicing.options import PlanOptions
 from moelora.slicing.plan import DTYPE_BYTES, PlannedModule, absent_layers, nothing_found
@@ -106,9 +107,10 @@ class InspectReport:
             lines.append("skipped:")
         for skip in self.skipped:
             where = f", layers {shorten(skip['layers'])}" if skip["layers"] else ""
-            lines.append(f"  {skip['what']}: {skip['reason']}{where}")
+            lines.append(f"  {skip['what']}: {REASONS[skip['reason']]}{where}")
         if self.base is None:
             lines.append("not checked against a base model: name it with --base")
+        lines += [f"warning: {warning}" for warning in self.warnings]
         lines.append(f"faults: {len(self.faults) or 'none found'}")
         lines += fault_lines(self.faults)
         if hint := body["hint"]:

@@ -172,7 +172,7 @@ class ExpertPlacement:
         if rem and not self.allow_uneven:
             raise NotDivisibleError(
                 f"{num_experts} experts do not divide over --ep {ep}",
-                hint=f"--ep values that work: {divisors_near(num_experts, ep)}; "
+                hint=f"--ep values that work: {self._that_work(num_experts, layout)}; "
                 "--allow-uneven-experts gives the first ranks one more (SGLang and TensorRT-LLM "
                 "refuse that)",
                 num_experts=num_experts,
@@ -180,6 +180,12 @@ class ExpertPlacement:
             )
         starts = [rank * base + min(rank, rem) for rank in range(ep + 1)]
         return [list(range(starts[rank], starts[rank + 1])) for rank in range(ep)]
+
+    @staticmethod
+    def _that_work(num_experts: int, layout: ParallelLayout) -> list[int]:
+        """Return the sizes near the wanted one that divide the experts and the layout's ranks."""
+        ranks = layout.tp_size // layout.moe_dp_size
+        return [ep for ep in divisors_near(num_experts, layout.moe_ep_size) if ranks % ep == 0]
 
     def _custom(self, num_experts: int, ep: int, layer: int | None) -> list[list[int]]:
         rows = dict(self.table)

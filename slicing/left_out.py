@@ -12,7 +12,7 @@ from moelora.slicing.base_model import layer_number, path_in_layer
 from moelora.slicing.errors import InputError
 from moelora.slicing.formats.reading import shorten
 
-_WORDS = {
+REASONS = {
     "ignored_by_flag": "ignored",
     "absent_in_layer": "whose layer lacks the module",
     "absent_in_model": "of draft layers",
@@ -53,7 +53,7 @@ def _as_written(body: dict[str, Any]) -> bool:
         isinstance(entry, dict)
         and isinstance(entry.get("what"), str)
         and isinstance(entry.get("reason"), str)
-        and entry["reason"] in _WORDS
+        and entry["reason"] in REASONS
         and isinstance(entry.get("layers"), list)
         and all(type(layer) is int and layer >= 0 for layer in entry["layers"])
         for entry in skipped
@@ -66,7 +66,7 @@ def left_out_text(entries: list[dict[str, Any]]) -> str:
     What is counted is modules, or tensors that belong to none.
     """
     parts = []
-    for reason, word in _WORDS.items():
+    for reason, word in REASONS.items():
         some = [entry for entry in entries if entry["reason"] == reason]
         if not some:
             continue

@@ -187,9 +187,13 @@ def plan_shards(
         hint = "; ".join(text for text in (would_do, hint_for(faults)) if text)
         raise FaultsError(adapter.name_or_path, faults, hint=hint, **sizes)
     skips = [*reading.skips, *absent_layers(base, planned, reading.skips)]
-    plan = ShardPlan(
-        adapter, base, layout, placement, planned, dtype, skips, list(reading.warnings), options
-    )
+    warnings = list(reading.warnings)
+    if lost := sum(len(skip.keys) for skip in reading.skips if _counts(skip)):
+        warnings.append(
+            f"{lost} of the adapter's {len(adapter.tensors)} tensors will be in no shard: was it "
+            "trained on another base?"
+        )
+    plan = ShardPlan(adapter, base, layout, placement, planned, dtype, skips, warnings, options)
     check_accounts(plan)
     return plan
 

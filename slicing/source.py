@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import Literal
 
-from moelora.slicing.errors import InputError, OutputError
+from moelora.slicing.errors import InputError, OutputError, UsageError
 
 CONFIG_NAME = "adapter_config.json"
 # The first of these that a repository has is the adapter's weights; the others stay there.
@@ -21,6 +21,19 @@ WEIGHTS_NAMES = (
     "adapter_model.bin",
 )
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def check_repo_name(name: str) -> None:
+    """Raise `UsageError` unless ``name`` can be a repository's on the Hub: owner/name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UsageError(f"{name!r} is no name of a repository: {error}") from error
+    if name.count("/") != 1:
+        raise UsageError(f"{name!r} is no name of a repository: expected owner/name")
 
 
 def fetch_adapter(name_or_path: str, revision: str | None = None) -> Path:

@@ -154,6 +154,8 @@ class Bench:
         skips = [skip for skip in self.plan.skips if skip.keys]
         if skips:
             count = sum(len(skip.keys) for skip in skips)
+            total = len(self.plan.adapter.tensors)
+            report.left_out = f", without {count} of its {total} tensors, which are in no shard"
             report.notes.append(
                 f"{count} tensors of the adapter are in no shard, such as {skips[0].keys[0]} "
                 f"({skips[0].reason}); the manifest lists them under skipped"

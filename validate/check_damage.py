@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moelora.slicing.formats.reading import Skip, shorten
 from moelora.slicing.plan import ShardPlan
 from moelora.validate.check_deltas import ModuleResult
 from moelora.validate.drive import ExpertDrive
@@ -81,7 +82,19 @@ def _dead(results: list[ModuleResult]) -> Iterator[Finding]:
 
 
 def _skipped(plan: ShardPlan) -> Iterator[Finding]:
+    """Tensors that no shard holds, and that nobody asked to leave out."""
+    lacking: dict[str, list[Skip]] = {}
     for skip in plan.skips:
         if skip.reason == "empty_placeholder":
             for key in skip.keys:
                 yield Finding(key, "an empty placeholder: it holds no values")
+        elif skip.reason in ("absent_in_layer", "absent_in_model") and skip.keys:
+            lacking.setdefault(skip.what, []).append(skip)
+    for what, skips in lacking.items():
+        layers = shorten(sorted({skip.layer for skip in skips if skip.layer is not None}))
+        count = sum(len(skip.keys) for skip in skips)
+        yield Finding(
+            what,
+            f"{count} tensors are in no shard: layers {layers} of {plan.base.name_or_path} "
+            f"({plan.base.model_type}) have no such module. Was the adapter trained on another base?",
+        )

@@ -11,7 +11,7 @@ from moelora.slicing.bounded_json import Limits, read_json_object
 from moelora.slicing.errors import FaultsError, InputError
 from moelora.slicing.manifest import MANIFEST_NAME
 from moelora.slicing.read import ShardSet
-from moelora.slicing.source import upload_files
+from moelora.slicing.source import check_repo_name, upload_files
 
 # Of a model with hundreds of layers, a hundred times over.
 REPORT_LIMITS = Limits(bytes=256_000_000, containers=4_000_000)
@@ -58,6 +58,7 @@ def publish(
         FaultsError: files whose bytes are not those of the manifest.
         OutputError: the Hub refused.
     """
+    check_repo_name(repo)
     opened = ShardSet.open(shards)
     manifest = opened.manifest_sha256
     check_report(report, manifest)

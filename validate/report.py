@@ -61,6 +61,7 @@ class VerifyReport:
     checks: list[Check] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    left_out: str = ""  # which of the adapter's tensors no shard holds, as words
     peak_gpu_bytes: int | None = None
     gpu_limit_bytes: int | None = None
     peak_gpu_bytes_per_step: dict[str, int] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class VerifyReport:
         verdict = self.verdict
         if verdict != "fail":
             return {
-                "pass": "the shards compute what the adapter computes",
+                "pass": f"the shards compute what the adapter computes{self.left_out}",
                 "nothing_checked": "no verdict on these shards",
             }[verdict]
         failed = [check for check in self.checks if check.outcome == "fail"]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 
-from moelora.slicing.base_model import layer_number, path_in_layer
+from moelora.slicing.base_model import BaseModule, layer_number, path_in_layer
 from moelora.slicing.formats.keys import LoraKey, parse_key
-from moelora.slicing.formats.reading import Reading, Skip
+from moelora.slicing.formats.reading import Reading, Skip, shorten
 from moelora.slicing.patterns import matcher, pattern_problem
+
+# Names that experts of older model classes had, one module per expert.
+_EXPERT_LEAVES = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
 
 def without_ignored(reading: Reading) -> list[str]:
@@ -44,9 +47,60 @@ def compare_with_config(reading: Reading) -> None:
                 reading.warnings.append(f"{field}: {pattern!r} matches none of the file's modules")
     missing = _missing_modules(reading) + _missing_parameters(reading)
     if missing and reading.modules:
-        reading.warnings.append(
+        text = (
             f"adapter_config.json targets {', '.join(missing)}, of which the file holds no tensors"
         )
+        if _means_experts(reading, missing):
+            where = reading.adapter.name_or_path
+            text += "; no routed expert of the base is adapted (PEFT adapts fused experts by "
+            reading.doubt("no_expert", where, text + "target_parameters)")
+        else:
+            reading.warnings.append(text)
+    if reading.modules and not reading.faults:
+        _find_gaps(reading)
+
+
+def _means_experts(reading: Reading, missing: list[str]) -> bool:
+    """Whether targets without tensors are names of routed experts, of which none is adapted."""
+    if any(module.is_expert for module in reading.modules):
+        return False
+    experts = {
+        m.name.rpartition(".")[2] for m in reading.base.modules.values() if m.kind == "expert"
+    }
+    return bool(experts) and any(
+        name.rpartition(".")[2] in experts | _EXPERT_LEAVES for name in missing
+    )
+
+
+def _find_gaps(reading: Reading) -> None:
+    """Doubt an adapter that lacks a module in layers where it adapts others, and does not say so.
+
+    Layers in which it adapts nothing were left out on purpose: MLX adapts the last ones alone.
+    """
+    raw = reading.adapter.config.raw
+    targets = raw.get("target_modules") or []
+    limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
+    names = targets if isinstance(targets, list) else []
+    names = [*names, *reading.adapter.config.target_parameters()]
+    chosen = isinstance(targets, str) and targets != "all-linear"
+    chosen |= any(re.search(r"\d", str(name)) for name in names)  # spelled out, layer by layer
+    if chosen or reading.options.ignore or any(raw.get(name) for name in limits):
+        return
+    held: dict[str, list[BaseModule]] = {}
+    for module in reading.modules:
+        if module.base.layer is not None:
+            held.setdefault(module.base.name, []).append(module.base)
+    adapted = {base.layer for own in held.values() for base in own}
+    for name, own in held.items():
+        layers = {base.layer for base in own}
+        gap = sorted((set(reading.base.layers_with(own[0].path)) & adapted) - layers)
+        if gap:
+            reading.doubt(
+                "layer_gap",
+                own[0].path,
+                f"{name}: layers {shorten(sorted(n for n in layers if n is not None))} have it, "
+                f"layers {shorten(gap)}, in which others are adapted, do not: were tensors lost?",
+            )
 
 
 def _missing_modules(reading: Reading) -> list[str]:

@@ -224,6 +224,7 @@ def test_github_gets_annotations_and_a_summary(moelora, library, tmp_path, monke
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     result = moelora("verify", "--json")
+    assert result.stderr.count("\n") > 1  # and a log has the report in words
     assert "::error title=moelora verify::wrong" in result.stderr
     assert "::error" not in result.stdout
     assert summary.read_text() == "## summary\n"

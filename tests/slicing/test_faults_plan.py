@@ -52,6 +52,45 @@ def test_strict_refuses_what_is_skipped_otherwise(tmp_path: Path) -> None:
     assert "layer 0 of qwen3_next has no self_attn.q_proj" in fault.message
 
 
+@pytest.mark.parametrize(
+    ("config", "lost"),
+    [
+        ({}, True),
+        ({"target_modules": ["q_proj"]}, True),
+        ({"target_modules": "all-linear"}, True),
+        ({"layers_to_transform": [0]}, False),
+        ({"exclude_modules": ["layers.1.self_attn.q_proj"]}, False),
+        ({"target_modules": ["layers.0.self_attn.q_proj"]}, False),
+        ({"target_modules": r".*layers\.0\.self_attn\.q_proj"}, False),
+    ],
+)
+def test_a_layer_without_what_the_others_have(
+    config: dict[str, object], lost: bool, tmp_path: Path
+) -> None:
+    """Lost tensors, unless the config says that only some layers are adapted."""
+    held = GOOD | pair("model.layers.0.self_attn.k_proj", 4, 10)
+    held |= pair("model.layers.1.self_attn.k_proj", 4, 10)
+    adapter, base = open_small(tmp_path, held, **config)
+    plan = plan_shards(adapter, base, ParallelLayout(1))
+    assert any("layers 1, in which others are" in warning for warning in plan.warnings) == lost
+    if lost:
+        with pytest.raises(FaultsError) as caught:
+            plan_shards(adapter, base, ParallelLayout(1), strict=True)
+        assert [fault.code for fault in caught.value.faults] == ["layer_gap"]
+    else:
+        plan_shards(adapter, base, ParallelLayout(1), strict=True)
+
+
+def test_experts_that_were_meant_and_not_adapted(tmp_path: Path) -> None:
+    """PEFT adapts no fused expert by target_modules, and does not say so."""
+    targets = ["q_proj", "gate_up_proj", "down_proj"]
+    adapter, base = open_small(tmp_path, GOOD, target_modules=targets, layers_to_transform=[0])
+    (warning,) = plan_shards(adapter, base, ParallelLayout(1)).warnings
+    assert "targets down_proj, gate_up_proj" in warning and "no routed expert" in warning
+    with pytest.raises(FaultsError, match="no routed expert"):
+        plan_shards(adapter, base, ParallelLayout(1), strict=True)
+
+
 def test_strict_is_content_with_layers_that_no_tensor_names(tmp_path: Path) -> None:
     tensors = pair("model.layers.3.self_attn.q_proj", 128, 10)
     adapter, base = open_small(tmp_path, tensors, family="qwen3_next")
@@ -144,7 +183,7 @@ def test_experts_that_do_not_divide(tmp_path: Path) -> None:
         plan_shards(adapter, base, ParallelLayout(3, 3))
     message = str(caught.value)
     assert "4 experts do not divide over --ep 3" in message
-    assert "--ep values that work: [1, 2, 4]" in message
+    assert "--ep values that work: [1];" in message  # 2 and 4 do not divide the 3 ranks
 
 
 @pytest.mark.parametrize(

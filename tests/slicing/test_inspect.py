@@ -62,7 +62,7 @@ def test_text_of_a_sound_adapter(tiny: dict[str, Tiny]) -> None:
         "mlp.experts.down_proj",
         "routed_down",
         "r 5, scaling 2, experts 16 of 16, layers 0-3",
-        "self_attn.q_proj: absent_in_layer, layers 0-2",
+        "self_attn.q_proj: whose layer lacks the module, layers 0-2",
         "faults: none found",
         "values: not read",
     ):
@@ -78,6 +78,8 @@ def test_ranks_scalings_and_experts_that_differ(tmp_path: Path) -> None:
     assert kinds["mlp.experts.gate_up_proj"].scalings == [2.0, 3.0]
     assert "scaling 2/3, experts 2 of 4" in report.to_text()
     assert len(report.warnings) == 3
+    for warning in report.warnings:  # people read the text, and run inspect first
+        assert f"warning: {warning}" in report.to_text()
 
 
 def test_every_fault_is_shown(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from fake_hub import Hub, fake_hub
 from shard_sets import Workshop, copy_of, edit_manifest, edit_rank, patch_hashes, rank_file, verify
 
-from moelora.slicing.errors import FaultsError, InputError
+from moelora.slicing.errors import FaultsError, InputError, UsageError
 from moelora.validate import verify_several
 from moelora.validate.publish import publish
 
@@ -47,6 +47,12 @@ def test_the_whole_set_and_nothing_else_is_uploaded(verified: tuple[Path, Path])
     assert asked.get("private") is True or asked.get("visibility") == "private"
     names = {path.name for path in shards.iterdir()} - {"notes.txt"}
     assert hub.files == {name: (shards / name).read_bytes() for name in names}
+
+
+@pytest.mark.parametrize("name", ["shards", "a b/c", "me/shards/more", ""])
+def test_a_dry_run_checks_the_name_too(verified: tuple[Path, Path], name: str) -> None:
+    with pytest.raises(UsageError, match="no name of a repository"):
+        publish(verified[0], name, verified[1], dry_run=True)
 
 
 def test_a_dry_run_uploads_nothing(verified: tuple[Path, Path]) -> None:

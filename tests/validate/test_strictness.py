@@ -153,3 +153,6 @@ def test_a_tensor_that_no_shard_holds_is_said(workshop: Workshop, tmp_path: Path
     (agree,) = [note for note in report.notes if note.startswith("PEFT and the file's own")]
     assert "layers.0.self_attn.q_proj.lora_A" in agree
     assert "--ignore" not in agree  # PEFT is the judge here: it loads these nowhere
+    assert "without 2 of its" in report.headline and "in no shard" in report.headline
+    strict = verify(workshop.shards(adapter), adapter, strict=True)
+    assert strict.exit_code == 1 and "another base" in str(failed(strict)["deltas/damage"])
