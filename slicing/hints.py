@@ -10,7 +10,8 @@ from moelora.slicing.errors import Fault
 def hint_for(faults: Sequence[Fault]) -> str:
     """Return what leads on from these faults, or nothing."""
     codes = {fault.code for fault in faults}
-    if codes == {"absent_in_model"}:
+    others = codes == {"absent_in_model"} or (codes == {"shape"} and len(faults) > 2)
+    if others or codes == {"absent_in_model", "shape"}:
         return "is this adapter for another base model? --base names the right one"
     hints = []
     for pattern in sorted({f.details["ignore"] for f in faults if "ignore" in f.details}):

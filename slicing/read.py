@@ -110,6 +110,7 @@ class ShardSet:
 def load_rank(shards: Path | str, tp_rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Return the tensors of one rank of a shard set, by name, on ``device``, ready for the kernel.
 
+    Scaling is not in the values: it is each module's in the manifest (FORMAT.md beside this file).
     Hashes are not checked here, ``moelora verify`` does; a file of another size than the manifest
     says is refused.
 

@@ -39,6 +39,15 @@ def test_adapter_for_another_model_lists_every_tensor(tmp_path: Path) -> None:
     assert "another base model" in caught.value.hint
 
 
+def test_shapes_of_another_model_are_hinted_at(tmp_path: Path) -> None:
+    held = GOOD | pair("model.layers.0.self_attn.k_proj", 20, 12)
+    held |= pair("model.layers.1.self_attn.q_proj", 24, 12)
+    adapter, base = open_small(tmp_path, held)
+    with pytest.raises(FaultsError) as caught:
+        plan_shards(adapter, base, ParallelLayout(1))
+    assert "another base model" in caught.value.hint
+
+
 def test_strict_refuses_what_is_skipped_otherwise(tmp_path: Path) -> None:
     tensors = pair("model.layers.3.self_attn.q_proj", 128, 10)
     lost = pair("model.layers.0.self_attn.q_proj", 128, 10)
