@@ -20,13 +20,14 @@ RERUN = "run moelora verify SHARDS --json > verify.json on this set, and publish
 
 @dataclass(frozen=True)
 class Published:
-    """What was uploaded, or would be. hashes: sha256 of each file."""
+    """What was uploaded, or would be. hashes: sha256 of each file. warnings: of the set itself."""
 
     repo: str
     revision: str | None
     hashes: dict[str, str]
     dry_run: bool
     url: str = ""
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -35,6 +36,7 @@ class Published:
         what = "would upload" if self.dry_run else "uploaded"
         lines = [f"{what} {len(self.hashes)} files to {self.repo}"]
         lines += [f"  {name}" for name in self.hashes]
+        lines += [f"warning: {text}" for text in self.warnings]
         return "\n".join([*lines, self.url] if self.url else lines)
 
 
@@ -73,7 +75,11 @@ def publish(
         url = upload_files(
             repo, opened.folder, hashes, create=create, private=private, revision=revision
         )
-    return Published(repo, revision, hashes, dry_run, url)
+    said = opened.body.get("warnings")  # no hash covers it: anyone may have written it
+    warnings = tuple(
+        filter(lambda one: isinstance(one, str), said if isinstance(said, list) else [])
+    )
+    return Published(repo, revision, hashes, dry_run, url, warnings)
 
 
 def check_report(path: Path, manifest_sha256: str) -> None:

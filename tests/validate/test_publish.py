@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -62,6 +63,17 @@ def test_a_dry_run_uploads_nothing(verified: tuple[Path, Path]) -> None:
     assert result.returncode == 0, result.stderr
     assert hub.requests == []
     assert set(json.loads(result.stdout)["hashes"]) == {path.name for path in shards.iterdir()}
+
+
+def test_what_the_set_warns_of_is_said_again(verified: tuple[Path, Path]) -> None:
+    """That tensors are in no shard, above all: the last chance to see it."""
+    shards, report = verified
+    edit(shards / "moelora.json", lambda body: body.update(warnings=["2 tensors are lost", 3]))
+    digest = hashlib.sha256((shards / "moelora.json").read_bytes()).hexdigest()
+    edit(report, lambda body: body.update(manifest_sha256=digest))
+    done = publish(shards, "me/shards", report, dry_run=True)
+    assert done.warnings == ("2 tensors are lost",)
+    assert "warning: 2 tensors are lost" in done.to_text()
 
 
 def test_a_repository_that_is_not_there_is_6(verified: tuple[Path, Path]) -> None:
