@@ -240,9 +240,10 @@ def verify(
                 write_file(html, report.to_html())
             if os.environ.get("GITHUB_ACTIONS") == "true":
                 tell_github(report)
+            text = report.to_text()
             if as_json:  # a job's log has the verdict and its reasons too
-                out.note(report.to_text())
-            out.report(report.to_json(), report.to_text())
+                out.note(text)
+            out.report(report.to_json(), text)
         return report.exit_code
 
 

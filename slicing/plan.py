@@ -178,7 +178,7 @@ def plan_shards(
     faults += [Fault("not_divisible", path, text) for (_, text), path in uneven.items()]
     faults += misplaced.values()
     if strict:
-        faults += [_strict_fault(skip, base) for skip in reading.skips if _counts(skip)]
+        faults += [_strict_fault(skip, base) for skip in reading.skips if is_lost(skip)]
         faults += reading.doubts
     if not planned and not faults:
         faults.append(nothing_found(adapter))
@@ -188,7 +188,7 @@ def plan_shards(
         raise FaultsError(adapter.name_or_path, faults, hint=hint, **sizes)
     skips = [*reading.skips, *absent_layers(base, planned, reading.skips)]
     warnings = list(reading.warnings)
-    if lost := sum(len(skip.keys) for skip in reading.skips if _counts(skip)):
+    if lost := sum(len(skip.keys) for skip in reading.skips if is_lost(skip)):
         warnings.append(
             f"{lost} of the adapter's {len(adapter.tensors)} tensors will be in no shard: was it "
             "trained on another base?"
@@ -252,7 +252,7 @@ def nothing_found(adapter: Adapter) -> Fault:
     return Fault("empty", adapter.name_or_path, "no LoRA module of the base was found in it")
 
 
-def _counts(skip: Skip) -> bool:
+def is_lost(skip: Skip) -> bool:
     """Whether a skip leaves values out that nobody asked to leave out."""
     return bool(skip.keys) and skip.reason not in ("ignored_by_flag", "empty_placeholder")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moelora.slicing.formats.reading import Skip, shorten
-from moelora.slicing.plan import ShardPlan
+from moelora.slicing.plan import ShardPlan, is_lost
 from moelora.validate.check_deltas import ModuleResult
 from moelora.validate.drive import ExpertDrive
 from moelora.validate.report import Finding, VerifyReport
@@ -88,7 +88,7 @@ def _skipped(plan: ShardPlan) -> Iterator[Finding]:
         if skip.reason == "empty_placeholder":
             for key in skip.keys:
                 yield Finding(key, "an empty placeholder: it holds no values")
-        elif skip.reason in ("absent_in_layer", "absent_in_model") and skip.keys:
+        elif is_lost(skip):
             lacking.setdefault(skip.what, []).append(skip)
     for what, skips in lacking.items():
         layers = shorten(sorted({skip.layer for skip in skips if skip.layer is not None}))

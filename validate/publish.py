@@ -76,9 +76,7 @@ def publish(
             repo, opened.folder, hashes, create=create, private=private, revision=revision
         )
     said = opened.body.get("warnings")  # no hash covers it: anyone may have written it
-    warnings = tuple(
-        filter(lambda one: isinstance(one, str), said if isinstance(said, list) else [])
-    )
+    warnings = tuple(one for one in said if isinstance(one, str)) if isinstance(said, list) else ()
     return Published(repo, revision, hashes, dry_run, url, warnings)
 
 

@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
+
+from moelora.kernels import MoeLoraRouting, build_routing
 
 # Relative error norm against the fp32 reference; rounding the result alone costs 1.1e-3 in bf16.
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 1e-5}
@@ -151,3 +154,27 @@ def check_result(p: Problem, output: torch.Tensor) -> None:
     assert want.numel() == 0 or float(rows.max()) <= 4 * TOLERANCE[p.case.dtype], (
         f"worst row {float(rows.max()):.2e}"
     )
+
+
+# The paths a call can take: pairs one by one, all or those of a list, or in tiles, grouped in one
+# of two. (block_m, pairs compared, how many times as many experts there are on all ranks)
+PATHS = {
+    "pairwise": (0, 0, 1),
+    "listed": (0, 0, 9),
+    "compared": (16, 2**20, 1),
+    "counted": (16, 0, 1),
+    "tall": (64, 2**20, 1),
+}
+
+
+def routed(p: Problem, path: str, monkeypatch: pytest.MonkeyPatch) -> MoeLoraRouting:
+    """Return the problem's routing of one of the paths, whatever its number of pairs."""
+    block_m, compared, ranks = PATHS[path]
+    monkeypatch.setattr("moelora.kernels.routing.MAX_PAIRS_COMPARED", compared)
+    monkeypatch.setattr("moelora.kernels.tiles.LEAST_LISTED", 1)
+    found = build_routing(
+        *p.args[3:], num_adapters=p.case.L, num_local_experts=p.case.E, block_m=block_m,
+        num_global_experts=ranks * p.case.E,
+    )  # fmt: skip
+    assert found.has_list == (path == "listed" and found.num_pairs > 0)
+    return found

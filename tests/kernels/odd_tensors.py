@@ -1,13 +1,10 @@
 """Tensors that are not contiguous, and both fused forms against their references."""
 
-import pytest
 import torch
 from moe_lora_cases import TOLERANCE, Case, Problem, error_norm, make_problem
 from test_fused_forms import with_base_rows
-from test_fused_moe_lora import PATHS
 
 from moelora.kernels import (
-    MoeLoraRouting,
     build_routing,
     fused_moe_lora_activation,
     fused_moe_lora_activation_reference,
@@ -30,19 +27,6 @@ def spaced(t: torch.Tensor, dim: int, stride: int | None = None) -> torch.Tensor
     words = 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))
     view = torch.empty(words, dtype=t.dtype, device=t.device).as_strided(t.shape, strides)
     return view.copy_(t)
-
-
-def routed(p: Problem, path: str, monkeypatch: pytest.MonkeyPatch) -> MoeLoraRouting:
-    """Return the problem's routing of one of the paths, whatever its number of pairs."""
-    block_m, compared, ranks = PATHS[path]
-    monkeypatch.setattr("moelora.kernels.routing.MAX_PAIRS_COMPARED", compared)
-    monkeypatch.setattr("moelora.kernels.tiles.LEAST_LISTED", 1)
-    found = build_routing(
-        *p.args[3:], num_adapters=p.case.L, num_local_experts=p.case.E, block_m=block_m,
-        num_global_experts=ranks * p.case.E,
-    )  # fmt: skip
-    assert found.has_list == (path == "listed")
-    return found
 
 
 def check_form(

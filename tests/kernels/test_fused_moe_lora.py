@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from moe_lora_cases import Case, bits, make_problem, run_and_check
+from moe_lora_cases import PATHS, Case, bits, make_problem, routed, run_and_check
 
 from moelora.kernels import build_routing, fused_moe_lora
 
@@ -37,30 +37,11 @@ CASES = [
 ]
 
 
-# The paths a call can take: pairs one by one, all or those of a list, or in tiles, grouped in one
-# of two. (block_m, pairs compared, how many times as many experts there are on all ranks)
-PATHS = {
-    "pairwise": (0, 0, 1),
-    "listed": (0, 0, 9),
-    "compared": (16, 2**20, 1),
-    "counted": (16, 0, 1),
-    "tall": (64, 2**20, 1),
-}
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_reference(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    block_m, compared, ranks = PATHS[path]
-    monkeypatch.setattr("moelora.kernels.routing.MAX_PAIRS_COMPARED", compared)
-    monkeypatch.setattr("moelora.kernels.tiles.LEAST_LISTED", 1)
     p = make_problem(case, seed=1, device=DEVICE)
-    routing = build_routing(
-        *p.args[3:], num_adapters=case.L, num_local_experts=case.E, block_m=block_m,
-        num_global_experts=ranks * case.E,
-    )  # fmt: skip
-    assert routing.has_list == (path == "listed" and case.T * case.K > 0)
-    run_and_check(p, routing=routing)
+    run_and_check(p, routing=routed(p, path, monkeypatch))
 
 
 @pytest.mark.parametrize("case", CASES[:5], ids=str)

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from moe_lora_cases import Case, make_problem, run_and_check
-from odd_tensors import DEVICE, check_form, routed
-from test_fused_moe_lora import PATHS
+from moe_lora_cases import PATHS, Case, make_problem, routed, run_and_check
+from odd_tensors import DEVICE, check_form
 
 from moelora.kernels import build_routing
 from moelora.kernels.tiles import Gpu

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from moe_lora_cases import Case, check_result, make_problem
-from odd_tensors import DEVICE, check_form, routed, spaced
-from test_fused_moe_lora import PATHS
+from moe_lora_cases import PATHS, Case, check_result, make_problem, routed
+from odd_tensors import DEVICE, check_form, spaced
 
 from moelora.kernels import ArgumentError, fused_moe_lora
 
